@@ -1,0 +1,43 @@
+"""MIDUS: grow a pre-trained language model by memory blocks between its layers.
+
+`import midus` is light: public names load on first use, and the up-scaled models are registered
+with transformers' Auto classes when those are imported (`midus.registration`).
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from midus.registration import register_with_transformers
+
+if TYPE_CHECKING:
+    from midus.config import MemoryConfig, UpscaleConfig
+    from midus.errors import MidusError
+    from midus.upscaling import upscale, upscale_checkpoint
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "MemoryConfig": "midus.config",
+    "MidusError": "midus.errors",
+    "UpscaleConfig": "midus.config",
+    "upscale": "midus.upscaling",
+    "upscale_checkpoint": "midus.upscaling",
+}
+
+__all__ = [
+    "MemoryConfig",
+    "MidusError",
+    "UpscaleConfig",
+    "__version__",
+    "upscale",
+    "upscale_checkpoint",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+register_with_transformers()

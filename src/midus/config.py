@@ -1,0 +1,141 @@
+"""What a user can ask for: the memory layer and the up-scaling, checked on creation.
+
+Each option is written once, as a field with a docstring under it; the command line reads its
+help text from here (`field_help`).
+"""
+
+import ast
+import inspect
+import textwrap
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from midus.errors import MidusError
+
+QUERY_NORMS = ("none", "batch", "layer")
+KEY_INITS = ("uniform", "normal")
+VALUE_PROJ_INITS = ("normal", "identity")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise MidusError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}")
+
+
+def _at_least_one(name: str, value: int | None) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise MidusError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def _from_dict(cls: type[Any], values: dict[str, Any]) -> Any:
+    known = [f.name for f in fields(cls)]
+    for key in values:
+        if key not in known:
+            raise MidusError(
+                f"unknown option {key!r} for {cls.__name__}; known options: {', '.join(known)}"
+            )
+    return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """The memory layer of every inserted block (paper, Section 4.2)."""
+
+    kind: str = "hml"
+    """Memory layer: hml is the paper's head-wise memory layer."""
+    num_subkeys: int = 64
+    """Row and column sub-keys per head (paper: n); a head addresses n * n slots."""
+    top_k: int = 4
+    """Slots retrieved per head and token (paper: k)."""
+    latent_dim: int | None = None
+    """Width of the shared latent value table (paper: r); default: the width one head writes."""
+    query_norm: str = "none"
+    """Norm on the memory queries: none, batch (BatchNorm1d) or layer (LayerNorm per head)."""
+    attention_residual: bool = False
+    """Add the block's input to the attention output before the memory reads it."""
+    attn_output_proj: bool = False
+    """Keep the attention's output projection, copied from the anchor, before the memory."""
+    memory_output_proj: bool = False
+    """Add a linear map after the memory, started as the identity (beyond the paper)."""
+    key_init: str = "uniform"
+    """Start of the sub-keys: uniform in ±1/sqrt(width) or normal with std 1/sqrt(width)."""
+    value_proj_init: str = "normal"
+    """Start of the head projections W_h: normal with std r^-0.5, or identity."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model."""
+        _at_least_one("num_subkeys", self.num_subkeys)
+        _at_least_one("top_k", self.top_k)
+        _at_least_one("latent_dim", self.latent_dim)
+        if self.top_k > self.num_subkeys:
+            raise MidusError(
+                f"top_k={self.top_k} is more than num_subkeys={self.num_subkeys}; "
+                "lower top_k or raise num_subkeys"
+            )
+        _one_of("query_norm", self.query_norm, QUERY_NORMS)
+        _one_of("key_init", self.key_init, KEY_INITS)
+        _one_of("value_proj_init", self.value_proj_init, VALUE_PROJ_INITS)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots one head can address (paper: N)."""
+        return self.num_subkeys**2
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "MemoryConfig":
+        config: MemoryConfig = _from_dict(cls, values)
+        return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpscaleConfig:
+    """How a base model grows: method, where the new blocks stand, and what is in them."""
+
+    method: str = "midus"
+    """Up-scaling method: midus inserts memory blocks."""
+    num_inserted: int | None = None
+    """Number of inserted blocks (paper: D); default: half of the base's blocks."""
+    placement: str | None = None
+    """Placement policy: distributed, llama_pro, top_heavy or bottom_heavy; default: the method's."""
+    positions: tuple[int, ...] | None = None
+    """Indices of the inserted blocks in the final stack, instead of a placement policy."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """The memory layer of the inserted blocks."""
+    seed: int = 0
+    """Seed of everything that starts at random in the inserted blocks."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model."""
+        _at_least_one("num_inserted", self.num_inserted)
+        if self.positions is None:
+            return
+        object.__setattr__(self, "positions", tuple(self.positions))
+        if self.placement is not None:
+            raise MidusError(
+                f"placement={self.placement!r} and positions={list(self.positions)} "
+                "exclude each other; give one of them"
+            )
+        if self.num_inserted not in (None, len(self.positions)):
+            raise MidusError(
+                f"num_inserted={self.num_inserted} does not match the {len(self.positions)} "
+                f"positions {list(self.positions)}; leave one of them out"
+            )
+
+
+def field_help(cls: type) -> dict[str, str]:
+    """The docstring under each field of a config class, by field name."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for previous, node in zip(tree.body, tree.body[1:], strict=False):
+        if (
+            isinstance(previous, ast.AnnAssign)
+            and isinstance(previous.target, ast.Name)
+            and isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+        ):
+            texts[previous.target.id] = str(node.value.value)
+    return texts

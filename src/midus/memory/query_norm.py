@@ -1,0 +1,25 @@
+"""Norms on the memory queries: the paper's structural ablation (Table "structure of HML")."""
+
+from torch import Tensor, nn
+
+
+class QueryBatchNorm(nn.Module):
+    """BatchNorm1d over all heads' queries, statistics over every token of the batch.
+
+    As in Lample et al. (2019). Padding tokens count in the statistics while training.
+    """
+
+    def __init__(self, num_heads: int, query_dim: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(num_heads * query_dim)
+
+    def forward(self, queries: Tensor) -> Tensor:
+        flat: Tensor = self.norm(queries.flatten(-2).flatten(0, -2))  # [B * T, H * E]
+        return flat.view(queries.shape)
+
+
+def make_query_norm(kind: str, num_heads: int, query_dim: int) -> nn.Module:
+    """The norm of that name: ``none``, ``batch``, or ``layer`` (over each head's own query)."""
+    if kind == "batch":
+        return QueryBatchNorm(num_heads, query_dim)
+    return nn.LayerNorm(query_dim) if kind == "layer" else nn.Identity()

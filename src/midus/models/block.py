@@ -1,0 +1,66 @@
+"""The memory block: ``M(x) = x + Mem(Attn'(LN(x)))``.
+
+Paper, Section 4.1, Eq. 2. It stands before its anchor, a block of the base, and copies that
+block's attention and the norm before it; where the paper's duplicated block has an FFN it has a
+memory layer. The layer's values start at zero, so a fresh block returns its input.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from midus.errors import MidusError
+from midus.memory import memory_layer_class
+from midus.memory.output_proj import MemoryOutputProj
+from midus.models.attention import attended_dim, head_dim, make_head_attention
+from midus.models.families import find_family
+
+
+class MemoryBlock(GradientCheckpointingLayer):  # type: ignore[misc]  # transformers has no types
+    """One inserted block.
+
+    Post-attention and post-FFN norms of families that have them (Gemma, OLMo 2) are not applied
+    to the correction; a family without a norm before attention has none here.
+
+    Args:
+        config: Config of the up-scaled model.
+        layer_idx: Index in the final stack; the KV cache depends on it.
+    """
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        memory = config.memory_config
+        family = find_family(config.model_type)
+        width = attended_dim(config, memory.attn_output_proj)
+        if memory.attention_residual and width != config.hidden_size:
+            raise MidusError(
+                f"attention_residual adds the block's input ({config.hidden_size} wide) to the "
+                f"head outputs ({config.num_attention_heads} heads of {head_dim(config)}: {width} "
+                "wide); use it with attn_output_proj on this base"
+            )
+        self.attention_residual = memory.attention_residual
+        self.input_layernorm = (
+            family.norm_class(config.hidden_size, eps=config.rms_norm_eps)
+            if family.has_pre_norm
+            else nn.Identity()
+        )
+        self.self_attn = make_head_attention(config, layer_idx, memory.attn_output_proj)
+        self.memory = memory_layer_class(memory.kind)(
+            memory, config.hidden_size, config.num_attention_heads, width
+        )
+        self.memory_output_proj = (
+            MemoryOutputProj(config.hidden_size) if memory.memory_output_proj else nn.Identity()
+        )
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        if self.attention_residual:
+            attended = hidden_states + attended
+        correction: Tensor = self.memory_output_proj(self.memory(attended))  # [B, T, D]
+        return hidden_states + correction
+
+
+def copied_from_anchor(name: str) -> bool:
+    """Whether the block's tensor of that name is a copy of its anchor's."""
+    return name.startswith(("self_attn.", "input_layernorm."))

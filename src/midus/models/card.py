@@ -1,0 +1,102 @@
+"""What stands beside the weights: the model card, and the stub that loads them.
+
+The stub lets `trust_remote_code=True` work without `import midus`; it imports the installed
+package and copies none of it, so a checkpoint never carries code that could go stale.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from midus.config import MemoryConfig
+from midus.models.families import find_family
+
+STUB_NAME = "modeling_midus"
+
+
+def auto_map(config: Any) -> dict[str, str]:
+    """Which class of the stub each Auto class loads."""
+    family = find_family(config.model_type)
+    text = family.text_prefix or family.prefix
+    return {
+        "AutoConfig": f"{STUB_NAME}.Midus{text}Config",
+        "AutoModel": f"{STUB_NAME}.Midus{text}Model",
+        "AutoModelForCausalLM": f"{STUB_NAME}.Midus{family.prefix}ForCausalLM",
+    }
+
+
+def write_stub(folder: Path, config: Any) -> None:
+    """Writes the stub beside the weights."""
+    classes = [target.split(".")[1] for target in auto_map(config).values()]
+    (folder / f"{STUB_NAME}.py").write_text(
+        '"""Loads this checkpoint through the installed midus package: pip install midus."""\n\n'
+        f"from midus.models import {', '.join(sorted(classes))}  # noqa: F401\n"
+    )
+
+
+def write_card(folder: Path, config: Any, licence: str | None) -> None:
+    """Writes the model card: settings, base and the base's licence."""
+    base = config.base_model.get("id") or "an unnamed base"
+    is_hub_id = not Path(base).is_absolute() and base.count("/") == 1
+    front = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "license": licence or "other",
+        "tags": ["midus", "depth-up-scaling", "memory-layer"],
+    }
+    if is_hub_id:
+        front["base_model"] = base
+    memory = MemoryConfig.from_dict(config.memory)
+    settings = {
+        "method": config.upscaling.get("method", "midus"),
+        "placement": config.upscaling.get("placement"),
+        "seed": config.upscaling.get("seed"),
+        **memory.to_dict(),
+    }
+    name = base if is_hub_id else Path(base).name
+    kind = "delta (the inserted tensors only)" if config.is_delta else "full"
+    lines = [
+        "---",
+        *(f"{key}: {json.dumps(value)}" for key, value in front.items()),
+        "---",
+        "",
+        f"# {name}, up-scaled with MIDUS",
+        "",
+        f"{config.num_base_layers} blocks of the base and {len(config.memory_positions)} memory "
+        f"blocks at {config.memory_positions}; checkpoint: {kind}.",
+        "",
+        "```python",
+        "import midus",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("path/or/hub-id")',
+        "```",
+        "",
+        f"The base's licence applies: {licence or 'not stated by the base'}.",
+        "",
+        "| setting | value |",
+        "| --- | --- |",
+        *(f"| {key} | {value} |" for key, value in settings.items()),
+        f"| base | {name} |",
+        f"| base revision | {config.base_model.get('revision')} |",
+        f"| base fingerprint | {config.base_model.get('fingerprint')} |",
+        "",
+    ]
+    (folder / "README.md").write_text("\n".join(lines))
+
+
+def read_licence(folder: Path) -> str | None:
+    """The licence a base's model card states."""
+    card = folder / "README.md"
+    if not card.is_file():
+        return None
+    lines = card.read_text(errors="replace").splitlines()
+    if not lines or lines[0].strip() != "---":
+        return None
+    for line in lines[1:]:
+        if line.strip() == "---":
+            break
+        key, _, value = line.partition(":")
+        if key.strip() == "license":
+            return value.strip().strip("\"'") or None
+    return None

@@ -1,0 +1,104 @@
+"""Full and delta checkpoints: what is in them and how base and inserted tensors come together.
+
+A full checkpoint is an ordinary Hugging Face folder. A delta holds the inserted tensors in
+`delta.safetensors`, a name no other loader takes for a whole model, and records the base's id and
+fingerprint in its config.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from midus.errors import MidusError
+from midus.models.card import auto_map, write_card, write_stub
+from midus.models.fingerprint import covers_every_element, fingerprint, is_base_tensor
+from midus.models.sources import resolve_source
+from midus.models.weights import Weights
+
+DELTA_NAME = "delta.safetensors"
+_BLOCK = re.compile(r"^((?:model\.)?layers\.)(\d+)\.(.*)$")
+
+
+def base_positions(config: Any) -> list[int]:
+    """The final index of each base block."""
+    inserted = set(config.memory_positions)
+    return [i for i in range(config.num_hidden_layers) if i not in inserted]
+
+
+def split_block_name(name: str) -> tuple[str, int, str] | None:
+    """``model.layers.3.mlp.up_proj.weight`` -> (``model.layers.``, 3, ``mlp.up_proj.weight``)."""
+    match = _BLOCK.match(name)
+    return (match[1], int(match[2]), match[3]) if match else None
+
+
+def renumber(name: str, positions: list[int]) -> str:
+    """A base tensor's name in the up-scaled model, where base block i stands at positions[i]."""
+    parts = split_block_name(name)
+    if parts is None:
+        return name
+    prefix, layer, rest = parts
+    if layer >= len(positions):
+        raise MidusError(
+            f"tensor {name!r} belongs to block {layer}, but the base's config has "
+            f"{len(positions)} blocks; config and weights do not fit together"
+        )
+    return f"{prefix}{positions[layer]}.{rest}"
+
+
+def is_inserted(name: str, config: Any) -> bool:
+    """Whether a tensor of the up-scaled model belongs to an inserted block."""
+    parts = split_block_name(name)
+    return parts is not None and parts[1] in set(config.memory_positions)
+
+
+def base_names(base: Weights, config: Any) -> dict[str, str]:
+    """Name in the up-scaled model by name in the base, for every tensor that is taken over."""
+    positions = base_positions(config)
+    return {
+        name: renumber(name, positions)
+        for name in base
+        if is_base_tensor(name, config.tie_word_embeddings)
+    }
+
+
+def open_base(config: Any, base: str | Path | None = None) -> Weights:
+    """The base a delta records, or ``base`` instead, checked against the recorded fingerprint."""
+    recorded = config.base_model
+    source = base or recorded.get("id")
+    if not source:
+        raise MidusError("this model does not record its base; give the base explicitly")
+    try:
+        folder = resolve_source(source, None if base else recorded.get("revision"))
+    except MidusError as error:
+        if base:
+            raise
+        raise MidusError(f"the recorded base cannot be used: {error}; or give another base") from error
+    weights = Weights.open_folder(folder)
+    expected = recorded.get("fingerprint")
+    if expected:
+        found = fingerprint(weights, config.tie_word_embeddings, covers_every_element(expected))
+        if found != expected:
+            raise MidusError(
+                f"{source} is not the base of this model: its fingerprint is {found}, the model "
+                f"was made from {expected}; give the base it was made from"
+            )
+    return weights
+
+
+def write_surroundings(folder: Path, config: Any, licence: str | None) -> None:
+    """Writes stub, card and config; the config comes with the classes that load the folder."""
+    config.auto_map = auto_map(config)
+    write_stub(folder, config)
+    write_card(folder, config, licence)
+    config.save_pretrained(folder)
+
+
+def delta_tensors(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The inserted tensors of a model, ready to be written."""
+    return {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in state_dict.items()
+        if is_inserted(name, config)
+    }

@@ -1,0 +1,116 @@
+"""Midus<Family>Config: the family's own config plus where the memory blocks stand and what they are.
+
+`num_hidden_layers` is the final depth, and `layer_types`, where a family has it, covers the final
+stack: the KV cache and the attention masks depend on both.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from midus.config import MemoryConfig
+from midus.errors import MidusError
+from midus.models.families import FAMILIES, PREFIX, Family
+
+FORMAT_VERSION = 1
+
+# What a base's config.json says about itself, not about its architecture.
+_NOT_INHERITED = (
+    "model_type",
+    "architectures",
+    "auto_map",
+    "transformers_version",
+    "quantization_config",
+    "_name_or_path",
+    "name_or_path",
+)
+
+
+@dataclass(kw_only=True)
+class MidusConfigMixin:
+    """The fields an up-scaled model's config has on top of its family's."""
+
+    memory_positions: list[int] = field(default_factory=list)
+    """Final-stack indices of the memory blocks, ascending."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """Options of the memory layers, as in `midus.MemoryConfig`."""
+    upscaling: dict[str, Any] = field(default_factory=dict)
+    """How the blocks were placed: method, placement, seed."""
+    base_model: dict[str, Any] = field(default_factory=dict)
+    """The base: its id, revision and fingerprint."""
+    is_delta: bool = False
+    """Whether the folder holds the inserted tensors only."""
+    midus_format: int = FORMAT_VERSION
+    """Version of this layout."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.midus_format > FORMAT_VERSION:
+            raise MidusError(
+                f"this checkpoint has midus format {self.midus_format}, and this midus reads up to "
+                f"{FORMAT_VERSION}; upgrade midus"
+            )
+        super().__post_init__(**kwargs)  # type: ignore[misc]  # the family's config class
+
+    @property
+    def memory_config(self) -> MemoryConfig:
+        return MemoryConfig.from_dict(self.memory)
+
+    @property
+    def num_base_layers(self) -> int:
+        depth: int = self.num_hidden_layers  # type: ignore[attr-defined]  # the family's field
+        return depth - len(self.memory_positions)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: checkpoints carry a stub that imports midus, never a copy of its source."""
+
+
+def _make_config_class(family: Family) -> Any:
+    name = f"Midus{family.text_prefix or family.prefix}Config"
+    body = {
+        "__doc__": f"{family.config_class.__name__} with memory blocks.",
+        "__module__": __name__,
+        "__annotations__": {},
+        "model_type": PREFIX + family.model_type,
+    }
+    return type(name, (MidusConfigMixin, family.config_class), body)
+
+
+CONFIG_CLASSES: dict[str, Any] = {
+    model_type: _make_config_class(family) for model_type, family in FAMILIES.items()
+}
+globals().update({cls.__name__: cls for cls in CONFIG_CLASSES.values()})
+
+
+def make_upscaled_config(
+    base_config: Any,
+    source_layers: list[int],
+    memory_positions: list[int],
+    memory: MemoryConfig,
+    upscaling: dict[str, Any],
+    base_model: dict[str, Any],
+) -> Any:
+    """The config of the grown model.
+
+    Args:
+        base_config: The base's config.
+        source_layers: For each final index, the base block it is or, for a memory block, its anchor.
+        memory_positions: Final indices of the memory blocks.
+        memory: Options of the memory layers.
+        upscaling: How the blocks were placed.
+        base_model: Where the base came from.
+    """
+    inherited = {k: v for k, v in base_config.to_dict().items() if k not in _NOT_INHERITED}
+    inherited["num_hidden_layers"] = len(source_layers)
+    if inherited.get("layer_types"):
+        inherited["layer_types"] = [inherited["layer_types"][i] for i in source_layers]
+    return CONFIG_CLASSES[base_config.model_type](
+        **inherited,
+        memory_positions=list(memory_positions),
+        memory=memory.to_dict(),
+        upscaling=upscaling,
+        base_model=base_model,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
