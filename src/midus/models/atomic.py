@@ -35,7 +35,12 @@ def atomic_folder(target: Path, overwrite: bool = False, keep_others: bool = Fal
             when a trainer keeps its own state beside the model. Old weights are not.
     """
     target = Path(os.path.realpath(target))
-    check_target(target, overwrite)
+    if os.path.ismount(target):
+        raise MidusError(f"{target} is a mount point, which cannot be replaced; use a folder in it")
+    if not keep_others:
+        check_target(target, overwrite)
+    elif target.is_file():
+        raise MidusError(f"{target} is a file; give a folder")
     _sweep(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     work = target.parent / f"{_saving_prefix(target)}{os.getpid()}-{uuid.uuid4().hex[:8]}"

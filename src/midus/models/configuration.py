@@ -4,12 +4,14 @@
 stack: the KV cache and the attention masks depend on both.
 """
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from midus.config import MemoryConfig
 from midus.errors import MidusError
-from midus.models.families import FAMILIES, PREFIX, Family
+from midus.models.families import FAMILIES, PREFIX, Family, find_family
 
 FORMAT_VERSION = 1
 
@@ -110,6 +112,26 @@ def make_upscaled_config(
         upscaling=upscaling,
         base_model=base_model,
     )
+
+
+def read_config(folder: Path) -> Any:
+    """The config of a model folder."""
+    from transformers import AutoConfig
+
+    try:
+        values = json.loads((folder / "config.json").read_text())
+        model_type = values.get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise MidusError(f"{folder / 'config.json'} cannot be read ({error})") from error
+    find_family(model_type or "of no name")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except MidusError:
+        raise
+    except Exception as error:
+        # transformers has many ways to refuse a config; its last line says what is wrong.
+        reason = str(error).strip().split("\n")[-1].strip()
+        raise MidusError(f"{folder / 'config.json'} is not a usable config: {reason}") from error
 
 
 def __getattr__(name: str) -> Any:

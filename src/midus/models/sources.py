@@ -21,8 +21,16 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.
 _CONVERSION = 1
 
 
-def resolve_source(source: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The local folder of a model given as a folder, hub id, ``.gguf`` file or ``smollm2-135m``."""
+def resolve_source(
+    source: str | os.PathLike[str], revision: str | None = None, config_only: bool = False
+) -> Path:
+    """The local folder of a model given as a folder, hub id, ``.gguf`` file or ``smollm2-135m``.
+
+    Args:
+        source: Which model.
+        revision: Branch, tag or commit of a hub id.
+        config_only: Fetch the config of a hub id and no weights.
+    """
     text = os.fspath(source)
     path = Path(text).expanduser()
     recover(path)
@@ -37,7 +45,7 @@ def resolve_source(source: str | os.PathLike[str], revision: str | None = None) 
     if path.exists():
         raise MidusError(f"{path} is a file; give a model folder, a hub id or a .gguf file")
     if _HUB_ID.fullmatch(text):
-        return _checked_folder(_download(text, revision))
+        return _checked_folder(_download(text, revision, config_only))
     raise MidusError(f"{text} does not exist; give a model folder, a hub id or a .gguf file")
 
 
@@ -60,14 +68,13 @@ def _checked_folder(folder: Path) -> Path:
     return folder
 
 
-def _download(hub_id: str, revision: str | None) -> Path:
+def _download(hub_id: str, revision: str | None, config_only: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(hub_id, revision=revision, allow_patterns=list(_HUB_FILES))
-        )
+        patterns = [CONFIG_NAME] if config_only else list(_HUB_FILES)
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         reason = str(error).strip().split("\n")[0]
         raise MidusError(

@@ -1,0 +1,1 @@
+"""The `midus` command: thin shells over functions anyone can import."""

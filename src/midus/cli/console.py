@@ -1,0 +1,69 @@
+"""What the commands print: progress on stderr, results on stdout."""
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track as rich_track
+from rich.table import Table
+
+_COLOURS = {"base": "", "memory": "bold magenta", "copy": "bold cyan"}
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def track(items: Iterable[Any], description: str) -> Iterable[Any]:
+    """A progress bar on stderr, on terminals only."""
+    items = list(items)
+    return rich_track(
+        items,
+        description=description,
+        console=err,
+        total=len(items),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    )
+
+
+def quieten_libraries() -> None:
+    """Keeps the libraries' own bars and warnings out of the commands' output."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def print_json(values: dict[str, Any]) -> None:
+    print(json.dumps(values, indent=2))
+
+
+def print_stack(blocks: Iterable[Any]) -> None:
+    """The new stack, one line a block."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("index", justify="right")
+    table.add_column("block")
+    table.add_column("of the base", justify="right")
+    for index, block in enumerate(blocks):
+        where = str(block.source) if block.kind == "base" else f"from {block.source}"
+        table.add_row(str(index), block.kind, where, style=_COLOURS[block.kind])
+    out.print(table)
+
+
+def print_facts(facts: dict[str, Any]) -> None:
+    """What `inspect` and `upscale` say of a model."""
+    params = facts["params"]
+    share = 100 * params["trainable"] / params["total"]
+    out.print(
+        f"{facts['family']}, {facts['method']} with {facts['memory']}: "
+        f"{facts['num_base_layers']} base + {facts['num_inserted']} inserted = "
+        f"{facts['num_hidden_layers']} blocks"
+    )
+    out.print(f"anchors    {facts['anchors']}")
+    out.print(f"positions  {facts['positions']}")
+    out.print(f"base       {params['base']:>17,} parameters")
+    out.print(f"trainable  {params['trainable']:>17,} ({share:.2f} % of the total)")
+    out.print(f"total      {params['total']:>17,}")
+    out.print(f"slots      {facts['slots']:>17,}")

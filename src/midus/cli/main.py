@@ -1,0 +1,52 @@
+"""`midus`: the list of commands, and how errors reach the user."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from midus import __version__
+from midus.cli.generate import generate
+from midus.cli.inspect import inspect
+from midus.cli.merge import merge
+from midus.cli.upscale import upscale
+from midus.cli.verify import verify
+from midus.errors import MidusError
+
+app = typer.Typer(
+    name="midus",
+    help="Grow a pre-trained language model by memory blocks between its layers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for _command in (upscale, inspect, verify, merge, generate):
+    app.command()(_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"midus {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point: one sentence and exit code 2 for what the user can mend."""
+    try:
+        app()
+    except MidusError as error:
+        sys.stdout.flush()
+        print(f"midus: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,116 @@
+"""`midus upscale`: a stored base becomes a deeper checkpoint that computes the same."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from midus.cli import options
+
+
+def upscale(
+    base: Annotated[
+        str, typer.Argument(help="Model folder, hub id, .gguf file, or smollm2-135m (embedded).")
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    method: options.Method = "midus",
+    memory: options.Memory = "hml",
+    inserted: options.Inserted = None,
+    placement: options.Placement = None,
+    positions: options.Positions = None,
+    num_subkeys: options.NumSubkeys = 64,
+    top_k: options.TopK = 4,
+    latent_dim: options.LatentDim = None,
+    query_norm: options.QueryNorm = "none",
+    attention_residual: options.AttentionResidual = False,
+    attn_output_proj: options.AttnOutputProj = False,
+    memory_output_proj: options.MemoryOutputProj = False,
+    key_init: options.KeyInit = "uniform",
+    value_proj_init: options.ValueProjInit = "normal",
+    delta: Annotated[
+        bool, typer.Option("--delta/--full", help="Write the inserted tensors only, or all.")
+    ] = False,
+    hash_all: Annotated[
+        bool, typer.Option("--hash-all", help="Fingerprint every element of the base.")
+    ] = False,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = None,
+    overwrite: options.Overwrite = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be made; read no weights.")
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Insert blocks into a stored model and prove that it still computes the same."""
+    config = options.make_upscale_config(
+        method=method,
+        memory=memory,
+        inserted=inserted,
+        placement=placement,
+        positions=positions,
+        num_subkeys=num_subkeys,
+        top_k=top_k,
+        latent_dim=latent_dim,
+        query_norm=query_norm,
+        attention_residual=attention_residual,
+        attn_output_proj=attn_output_proj,
+        memory_output_proj=memory_output_proj,
+        key_init=key_init,
+        value_proj_init=value_proj_init,
+        seed=seed,
+    )
+    from midus.cli import console
+    from midus.models.atomic import check_target
+    from midus.models.configuration import read_config
+    from midus.models.sources import resolve_source
+    from midus.models.weights import dtype_named
+    from midus.upscaling import upscale_checkpoint
+    from midus.upscaling.inspect import describe, plan_of
+    from midus.upscaling.methods import plan_upscaling, remarks
+
+    console.quieten_libraries()
+    torch_dtype = dtype_named(dtype) if dtype else None
+    check_target(out, overwrite)
+    _, planned = plan_upscaling(read_config(resolve_source(base)), config, {})
+    facts = describe(planned)
+    notes = remarks(config)
+    if not as_json:
+        console.print_stack(plan_of(planned).blocks)
+        console.print_facts(facts)
+        for note in notes:
+            console.out.print(f"note       {note}", style="yellow")
+    result: dict[str, object] = {**facts, "notes": notes, "written": False}
+    if not dry_run:
+        done = upscale_checkpoint(
+            base,
+            out,
+            config,
+            delta=delta,
+            dtype=torch_dtype,
+            overwrite=overwrite,
+            hash_all=hash_all,
+            track=console.track,
+        )
+        result |= {
+            "written": True,
+            "out": str(done.folder),
+            "checkpoint": "delta" if delta else "full",
+            "bytes": done.num_bytes,
+            "base_fingerprint": done.config.base_model["fingerprint"],
+            "identity_blocks": done.identity_blocks,
+            "equal_base_tensors": done.equal_base_tensors,
+        }
+        if not as_json:
+            console.out.print(f"written    {done.folder} ({done.num_bytes / 1e6:,.1f} MB)")
+            tensors = (
+                f"; {done.equal_base_tensors} base tensors are byte-equal"
+                if done.equal_base_tensors is not None
+                else "; the base's tensors are used as they are"
+            )
+            console.out.print(
+                f"preserved  {done.identity_blocks} of {done.identity_blocks} inserted blocks "
+                f"return their input bit for bit{tensors}",
+                style="green",
+            )
+    if as_json:
+        console.print_json(result)

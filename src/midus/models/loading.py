@@ -1,0 +1,67 @@
+"""Loads any checkpoint a command takes: base, full or delta, by folder, hub id or name."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from midus.errors import MidusError
+from midus.models.checkpoint import DELTA_NAME
+from midus.models.configuration import read_config
+from midus.models.families import is_upscaled
+from midus.models.sources import resolve_source
+from midus.models.weights import Weights
+
+
+def load_model(
+    source: str | Path,
+    *,
+    base: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | None = None,
+) -> Any:
+    """A model ready for inference, its weights in memory of their own.
+
+    Weights that stay mapped to their file lie at odd offsets, which can change the last bits of a
+    product; a comparison of two models needs them in fresh, aligned memory.
+
+    Args:
+        source: A folder, hub id, ``.gguf`` file or ``smollm2-135m``.
+        base: For a delta: where its base is, if not where it says.
+        dtype: Type to load in; default: the checkpoint's.
+        device: Where to put it; default: the GPU if there is one.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = resolve_source(source)
+    config = read_config(folder)
+    is_delta = is_upscaled(config.model_type) and config.is_delta
+    if is_delta:
+        Weights.open_file(folder / DELTA_NAME)
+    else:
+        Weights.open_folder(folder)
+    extra = {"base": base} if is_delta and base else {}
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype or "auto", output_loading_info=True, **extra
+    )
+    if info["missing_keys"]:
+        raise MidusError(
+            f"{source} lacks {len(info['missing_keys'])} tensors of the model, "
+            f"{min(info['missing_keys'])} among them; fetch it again"
+        )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    model.tie_weights()
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+def load_tokenizer(source: str | Path) -> Any:
+    """The tokenizer stored with a model."""
+    from transformers import AutoTokenizer
+
+    folder = resolve_source(source)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise MidusError(f"{source} has no usable tokenizer ({reason}); add its files") from error
