@@ -99,7 +99,7 @@ class UpscaleConfig:
     num_inserted: int | None = None
     """Number of inserted blocks (paper: D); default: half of the base's blocks."""
     placement: str | None = None
-    """Placement policy: distributed, llama_pro, top_heavy or bottom_heavy; default: the method's."""
+    """Placement: distributed, llama_pro, top_heavy or bottom_heavy; default: the method's."""
     positions: tuple[int, ...] | None = None
     """Indices of the inserted blocks in the final stack, instead of a placement policy."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)

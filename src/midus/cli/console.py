@@ -11,7 +11,7 @@ from rich.table import Table
 
 _COLOURS = {"base": "", "memory": "bold magenta", "copy": "bold cyan"}
 
-out = Console(highlight=False)
+out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False)
 
 

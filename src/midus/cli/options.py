@@ -45,8 +45,14 @@ Device = Annotated[
 
 
 def make_upscale_config(
-    *, positions: str | None, inserted: int | None, seed: int, method: str, placement: str | None,
-    memory: str, **memory_options: Any,
+    *,
+    positions: str | None,
+    inserted: int | None,
+    seed: int,
+    method: str,
+    placement: str | None,
+    memory: str,
+    **memory_options: Any,
 ) -> UpscaleConfig:
     """The config that the options of `upscale` and `inspect` describe."""
     return UpscaleConfig(

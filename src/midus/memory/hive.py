@@ -22,7 +22,7 @@ class HiveValues(MemoryModule):
         num_heads: Heads that read the shared table (paper: H).
         head_width: Width one head writes, ``hidden_size // num_heads`` (paper: d_h).
         latent_dim: Width of the shared table (paper: r). Default: ``head_width``.
-        init: Start of the projections, ``normal`` (std r^-0.5) or ``identity``; the paper gives none.
+        init: Start of the projections, ``normal`` (std r^-0.5) or ``identity``.
     """
 
     def __init__(

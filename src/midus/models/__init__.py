@@ -17,9 +17,7 @@ def _register() -> None:
         config_class = CONFIG_CLASSES[model_type]
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         AutoModel.register(config_class, MODEL_CLASSES[model_type], exist_ok=True)
-        AutoModelForCausalLM.register(
-            config_class, CAUSAL_LM_CLASSES[model_type], exist_ok=True
-        )
+        AutoModelForCausalLM.register(config_class, CAUSAL_LM_CLASSES[model_type], exist_ok=True)
         tokenizer = TOKENIZER_MAPPING.get(family.config_class, None)
         if tokenizer is not None:
             TOKENIZER_MAPPING.register(config_class, tokenizer, exist_ok=True)

@@ -25,7 +25,9 @@ _HELD_CONFIG = ".config.json.last"
 
 
 @contextmanager
-def atomic_folder(target: Path, overwrite: bool = False, keep_others: bool = False) -> Iterator[Path]:
+def atomic_folder(
+    target: Path, overwrite: bool = False, keep_others: bool = False
+) -> Iterator[Path]:
     """Yields a folder to fill; on leaving, it becomes ``target``.
 
     Args:
@@ -104,7 +106,12 @@ def _sync_config_last(work: Path) -> None:
     held = work / _HELD_CONFIG
     if config.is_file():
         os.rename(config, held)
+    mask = os.umask(0)
+    os.umask(mask)
     for path in sorted(work.rglob("*")):
+        if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:
+            # safetensors makes files only their owner can read; give them the usual mode.
+            path.chmod(0o666 & ~mask)
         fsync(path)
     fsync(work)
     if held.is_file():

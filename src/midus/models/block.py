@@ -17,7 +17,7 @@ from midus.models.attention import attended_dim, head_dim, make_head_attention
 from midus.models.families import find_family
 
 
-class MemoryBlock(GradientCheckpointingLayer):  # type: ignore[misc]  # transformers has no types
+class MemoryBlock(GradientCheckpointingLayer):
     """One inserted block.
 
     Post-attention and post-FFN norms of families that have them (Gemma, OLMo 2) are not applied

@@ -74,7 +74,9 @@ def open_base(config: Any, base: str | Path | None = None) -> Weights:
     except MidusError as error:
         if base:
             raise
-        raise MidusError(f"the recorded base cannot be used: {error}; or give another base") from error
+        raise MidusError(
+            f"the recorded base cannot be used: {error}; or give another base"
+        ) from error
     weights = Weights.open_folder(folder)
     expected = recorded.get("fingerprint")
     if expected:

@@ -1,4 +1,4 @@
-"""Midus<Family>Config: the family's own config plus where the memory blocks stand and what they are.
+"""Midus<Family>Config: the family's own config plus where memory blocks stand and what they are.
 
 `num_hidden_layers` is the final depth, and `layer_types`, where a family has it, covers the final
 stack: the KV cache and the attention masks depend on both.
@@ -95,7 +95,7 @@ def make_upscaled_config(
 
     Args:
         base_config: The base's config.
-        source_layers: For each final index, the base block it is or, for a memory block, its anchor.
+        source_layers: For each final index, the base block it is, or a memory block's anchor.
         memory_positions: Final indices of the memory blocks.
         memory: Options of the memory layers.
         upscaling: How the blocks were placed.

@@ -41,9 +41,10 @@ def load_model(
     else:
         Weights.open_folder(folder)
     extra = {"base": base} if is_delta and base else {}
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype or "auto", output_loading_info=True, **extra
     )
+    model, info = loaded
     if info["missing_keys"]:
         raise MidusError(
             f"{source} lacks {len(info['missing_keys'])} tensors of the model, "

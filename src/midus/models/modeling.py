@@ -61,7 +61,7 @@ class MidusForCausalLMMixin(MidusPreTrainedMixin):
 
     def __init__(self, config: Any) -> None:
         # Not the family's __init__: it would build the family's decoder first.
-        PreTrainedModel.__init__(self, config)
+        PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]  # a mixin of it
         self.model = self.decoder_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -1,5 +1,7 @@
-"""`from_pretrained` and `save_pretrained` of up-scaled models: deltas, atomic saves, stub and card."""
+"""`from_pretrained` and `save_pretrained` of up-scaled models: deltas, atomic saves, card."""
 
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,12 @@ from midus.models.checkpoint import (
     DELTA_NAME,
     base_names,
     delta_tensors,
+    is_inserted,
     open_base,
     write_surroundings,
 )
 from midus.models.fingerprint import fingerprint, sampled_rows
-from midus.models.sources import resolve_source, source_id
+from midus.models.sources import source_id
 from midus.models.weights import Weights, tensor_bytes
 
 _HUB_KEYS = (
@@ -60,29 +63,27 @@ class CheckpointMixin:
     @classmethod
     def _load_delta(cls, source: Any, base: Any, *args: Any, **kwargs: Any) -> Any:
         from transformers import GenerationConfig
-        from transformers.integrations import is_deepspeed_zero3_enabled
-        from transformers.utils import cached_file
+        from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+        from transformers.utils.hub import cached_file
 
         hub = {key: kwargs[key] for key in _HUB_KEYS if key in kwargs}
         config = kwargs.pop("config", None)
         if not hasattr(config, "is_delta"):
             # As PreTrainedModel does: what is a config field goes there, the rest to the model.
-            kept = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if key in kwargs}
+            kept = {str(key): kwargs.pop(key) for key in ("dtype", "torch_dtype") if key in kwargs}
             config, kwargs = cls.config_class.from_pretrained(  # type: ignore[attr-defined]
                 config or source, return_unused_kwargs=True, **kwargs
             )
             kwargs.update(kept)
         names = base_names(weights := open_base(config, base), config)
-        delta = Weights.open_file(Path(cached_file(source, DELTA_NAME, **hub)))
-        state_dict = {new: _lazy(weights, old) for old, new in names.items()}
-        state_dict.update({name: _lazy(delta, name) for name in delta})
+        delta = Weights.open_file(Path(str(cached_file(source, DELTA_NAME, **hub))))
+        state_dict = {new: _LazyTensor(weights, old) for old, new in names.items()}
+        state_dict.update({name: _LazyTensor(delta, name) for name in delta})
         if is_deepspeed_zero3_enabled():
             state_dict = {name: tensor[...] for name, tensor in state_dict.items()}
         if "generation_config" not in kwargs:
-            try:
+            with suppress(OSError):  # not every base has one
                 kwargs["generation_config"] = GenerationConfig.from_pretrained(source, **hub)
-            except OSError:
-                pass  # the base had none
         config.is_delta = False
         want_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(  # type: ignore[misc]
@@ -114,7 +115,7 @@ class CheckpointMixin:
             is_main_process: Whether this process writes.
             delta: Write the inserted tensors only. Refused if the base's weights were changed.
             base: Where the base is, if the model does not record it or it has moved.
-            push_to_hub: Upload the saved folder; ``repo_id`` and the like are taken from ``kwargs``.
+            push_to_hub: Upload the saved folder; ``repo_id`` and the like come from ``kwargs``.
             **kwargs: Passed on.
         """
         # PEFT adapters, distributed checkpoints and other ranks: transformers' own ways.
@@ -145,8 +146,6 @@ class CheckpointMixin:
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Uploads the model, or with ``delta=True`` its delta, with stub and card."""
-        import tempfile
-
         hub_keys = ("private", "token", "commit_message", "create_pr", "revision")
         hub_kwargs = {key: kwargs.pop(key) for key in hub_keys if key in kwargs}
         kwargs.pop("tags", None)  # the card has its own
@@ -156,8 +155,6 @@ class CheckpointMixin:
 
     def freeze_base(self) -> None:
         """Lets the inserted blocks train and nothing else (paper, Section 5.1)."""
-        from midus.models.checkpoint import is_inserted
-
         for name, parameter in self.named_parameters():  # type: ignore[attr-defined]
             parameter.requires_grad_(is_inserted(name, self.config))
 
@@ -186,15 +183,13 @@ class CheckpointMixin:
             self.generation_config.save_pretrained(folder)  # type: ignore[attr-defined]
 
     def _base_licence(self) -> str | None:
-        base = self.config.base_model
-        if base.get("license") or not base.get("id"):
-            return base.get("license")
-        path = Path(base["id"])
-        return read_licence(path) if path.is_dir() else None
+        recorded: str | None = self.config.base_model.get("license")
+        folder = Path(self.config.base_model.get("id") or "")
+        return recorded or (read_licence(folder) if folder.is_dir() else None)
 
 
 def _is_delta(cls: Any, source: Any, kwargs: dict[str, Any]) -> bool:
-    config = kwargs.get("config")
+    config: Any = kwargs.get("config")
     if hasattr(config, "is_delta"):
         return bool(config.is_delta)
     hub = {key: kwargs[key] for key in _HUB_KEYS if key in kwargs}
@@ -202,13 +197,8 @@ def _is_delta(cls: Any, source: Any, kwargs: dict[str, Any]) -> bool:
     return bool(values.get("is_delta"))
 
 
-def _lazy(weights: Weights, name: str) -> Any:
-    """A tensor that Hugging Face's loader reads when its turn comes."""
-    return _LazyTensor(weights, name)
-
-
 class _LazyTensor:
-    """Answers what the loader asks of a safetensors slice, and reads into fresh memory."""
+    """A stored tensor that Hugging Face's loader reads when its turn comes, like a slice."""
 
     def __init__(self, weights: Weights, name: str) -> None:
         self._weights = weights
@@ -235,7 +225,7 @@ class _LazyTensor:
 
 def _refuse_changed_base(weights: Weights, state_dict: dict[str, Any], config: Any) -> None:
     for old, new in base_names(weights, config).items():
-        held = state_dict.get(new)
+        held: Any = state_dict.get(new)
         entry = weights[old]
         same = held is not None and tuple(held.shape) == entry.shape
         for row in sampled_rows(entry.shape[0]) if same and entry.shape else []:

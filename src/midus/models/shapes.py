@@ -4,45 +4,38 @@ from typing import Any
 
 from midus.models.families import find_family
 
+_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+)
 
-def _shape(model_type: str, **fields: Any) -> tuple[str, dict[str, Any]]:
-    names = {
-        "vocab": "vocab_size",
-        "hidden": "hidden_size",
-        "ffn": "intermediate_size",
-        "layers": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "kv": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "tied": "tie_word_embeddings",
-    }
-    return model_type, {names[key]: value for key, value in fields.items()}
-
-
-_LLAMA3_VOCAB = 128_256
-_QWEN_VOCAB = 151_936
-
-# fmt: off
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "smollm2-135m": _shape("llama", vocab=49_152, hidden=576, ffn=1536, layers=30, heads=9, kv=3, head_dim=64, tied=True),
-    "llama-3.2-1b": _shape("llama", vocab=_LLAMA3_VOCAB, hidden=2048, ffn=8192, layers=16, heads=32, kv=8, head_dim=64, tied=True),
-    "llama-3.2-3b": _shape("llama", vocab=_LLAMA3_VOCAB, hidden=3072, ffn=8192, layers=28, heads=24, kv=8, head_dim=128, tied=True),
-    "llama-3.1-8b": _shape("llama", vocab=_LLAMA3_VOCAB, hidden=4096, ffn=14_336, layers=32, heads=32, kv=8, head_dim=128, tied=False),
-    "llama-3.1-70b": _shape("llama", vocab=_LLAMA3_VOCAB, hidden=8192, ffn=28_672, layers=80, heads=64, kv=8, head_dim=128, tied=False),
-    "mistral-7b": _shape("mistral", vocab=32_768, hidden=4096, ffn=14_336, layers=32, heads=32, kv=8, head_dim=128, tied=False),
-    "qwen2.5-0.5b": _shape("qwen2", vocab=_QWEN_VOCAB, hidden=896, ffn=4864, layers=24, heads=14, kv=2, tied=True),
-    "qwen2.5-7b": _shape("qwen2", vocab=152_064, hidden=3584, ffn=18_944, layers=28, heads=28, kv=4, tied=False),
-    "qwen3-0.6b": _shape("qwen3", vocab=_QWEN_VOCAB, hidden=1024, ffn=3072, layers=28, heads=16, kv=8, head_dim=128, tied=True),
-    "qwen3-8b": _shape("qwen3", vocab=_QWEN_VOCAB, hidden=4096, ffn=12_288, layers=36, heads=32, kv=8, head_dim=128, tied=False),
-    "gemma-2-2b": _shape("gemma2", vocab=256_000, hidden=2304, ffn=9216, layers=26, heads=8, kv=4, head_dim=256, tied=True),
-    "olmo-2-1b": _shape("olmo2", vocab=100_352, hidden=2048, ffn=8192, layers=16, heads=16, kv=16, tied=False),
+# Family, then the fields above.
+SHAPES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "smollm2-135m": ("llama", (49_152, 576, 1536, 30, 9, 3, 64, True)),
+    "llama-3.2-1b": ("llama", (128_256, 2048, 8192, 16, 32, 8, 64, True)),
+    "llama-3.2-3b": ("llama", (128_256, 3072, 8192, 28, 24, 8, 128, True)),
+    "llama-3.1-8b": ("llama", (128_256, 4096, 14_336, 32, 32, 8, 128, False)),
+    "llama-3.1-70b": ("llama", (128_256, 8192, 28_672, 80, 64, 8, 128, False)),
+    "mistral-7b": ("mistral", (32_768, 4096, 14_336, 32, 32, 8, 128, False)),
+    "qwen2.5-0.5b": ("qwen2", (151_936, 896, 4864, 24, 14, 2, None, True)),
+    "qwen2.5-7b": ("qwen2", (152_064, 3584, 18_944, 28, 28, 4, None, False)),
+    "qwen3-0.6b": ("qwen3", (151_936, 1024, 3072, 28, 16, 8, 128, True)),
+    "qwen3-8b": ("qwen3", (151_936, 4096, 12_288, 36, 32, 8, 128, False)),
+    "gemma-2-2b": ("gemma2", (256_000, 2304, 9216, 26, 8, 4, 256, True)),
+    "olmo-2-1b": ("olmo2", (100_352, 2048, 8192, 16, 16, 16, None, False)),
 }
-# fmt: on
 
 
 def shape_config(name: str) -> Any:
     """The config of a built-in shape."""
-    model_type, fields = SHAPES[name]
+    model_type, values = SHAPES[name]
+    fields = {k: v for k, v in zip(_FIELDS, values, strict=True) if v is not None}
     return find_family(model_type).config_class(
         **fields, pad_token_id=None, bos_token_id=None, eos_token_id=None
     )

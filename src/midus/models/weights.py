@@ -109,7 +109,7 @@ class Weights(Mapping[str, TensorEntry]):
             shape = (num_rows, *shape[1:])
         tensor = torch.empty(shape, dtype=entry.dtype)
         if tensor.numel():
-            buffer = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            buffer = tensor.reshape(-1).view(torch.uint8).numpy().data
             with entry.file.open("rb") as file:
                 file.seek(start)
                 if file.readinto(buffer) != len(buffer):

@@ -47,9 +47,10 @@ def make_block_tensors(
         torch.manual_seed((seed << 16) + layer_idx)
         for parent in (block.memory, block.memory_output_proj):
             for module in parent.modules():
-                if hasattr(module, "reset_parameters"):
+                reset = getattr(module, "reset_parameters", None)
+                if reset is not None:
                     module.to_empty(device="cpu", recurse=False)
-                    module.reset_parameters()
+                    reset()
     tensors: dict[str, Tensor] = {}
     for name, tensor in block.state_dict().items():
         if copied_from_anchor(name):

@@ -33,7 +33,9 @@ class StackPlan:
         base = iter(range(num_base_layers))
         return cls(
             tuple(
-                PlannedBlock(kind, inserted[i]) if i in inserted else PlannedBlock("base", next(base))
+                PlannedBlock(kind, inserted[i])
+                if i in inserted
+                else PlannedBlock("base", next(base))
                 for i in range(num_base_layers + len(inserted))
             )
         )

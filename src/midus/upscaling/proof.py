@@ -43,9 +43,9 @@ def prove_identity(
         block.eval()
         generator = torch.Generator().manual_seed(position)
         dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
-        hidden_states = torch.randn(
-            1, _NUM_TOKENS, config.hidden_size, generator=generator
-        ).to(dtype)
+        hidden_states = torch.randn(1, _NUM_TOKENS, config.hidden_size, generator=generator).to(
+            dtype
+        )
         with torch.no_grad():
             output = block(
                 hidden_states,

@@ -1,5 +1,8 @@
-"""Grows a stored model, file to file: a delta reads the anchors' attention only, a full checkpoint
-copies the base's files one tensor at a time. No model is built."""
+"""Grows a stored model, file to file, without building it.
+
+A delta reads the anchors' attention only; a full checkpoint copies the base's files one tensor at
+a time.
+"""
 
 import json
 import shutil

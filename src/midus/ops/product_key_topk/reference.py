@@ -19,7 +19,7 @@ def product_key_topk(
     whatever autocast says, so that bfloat16 inputs pick the slots float32 arithmetic picks.
 
     Args:
-        queries: ``[..., H, E]``; the first half of E meets the row keys, the second the column keys.
+        queries: ``[..., H, E]``; the first half of E meets the row keys, the second the columns.
         row_keys: ``[H, n, E/2]``.
         col_keys: ``[H, n, E/2]``.
         top_k: Slots to keep per head and query, at most n.
