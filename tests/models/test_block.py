@@ -1,0 +1,121 @@
+import pytest
+import torch
+from conftest import every_family, fill_tables, grown, prompt_ids, tiny_base
+
+from midus import MemoryConfig, MidusError, UpscaleConfig, upscale
+from midus.models import MemoryBlock
+
+
+def run_block(model, position, hidden_states):
+    """One block of a model on its own, causally, as the model would call it."""
+    config = model.config
+    positions = torch.arange(hidden_states.shape[1]).unsqueeze(0)
+    rotary = model.model.rotary_emb
+    args = (config.layer_types[position],) if isinstance(rotary.rope_type, dict) else ()
+    return model.model.layers[position](
+        hidden_states,
+        attention_mask=None,
+        position_embeddings=rotary(hidden_states, positions, *args),
+    )
+
+
+@every_family
+def test_fresh_memory_block_is_identity(family):
+    model = grown(family, filled=False)
+    hidden_states = torch.randn(2, 6, 32)
+    for position in model.config.memory_positions:
+        out = run_block(model, position, hidden_states)
+        assert torch.equal(out.view(torch.int32), hidden_states.view(torch.int32))
+
+
+@every_family
+def test_correction_is_the_memory_of_the_anchors_attention(family):
+    """M(x) = x + Mem(Attn'(LN(x))), with Attn' and LN taken from the anchor in the base."""
+    base = tiny_base(family)
+    model = fill_tables(upscale(base, UpscaleConfig(memory=MemoryConfig(num_subkeys=8))))
+    position, anchor = model.config.memory_positions[0], 1
+    hidden_states = torch.randn(1, 6, 32)
+
+    heads = []
+    anchor_block = base.model.layers[anchor]
+    hook = anchor_block.self_attn.o_proj.register_forward_pre_hook(
+        lambda module, args: heads.append(args[0])
+    )
+    positions = torch.arange(6).unsqueeze(0)
+    rotary = base.model.rotary_emb
+    args = (base.config.layer_types[anchor],) if isinstance(rotary.rope_type, dict) else ()
+    anchor_block(
+        hidden_states,
+        attention_mask=None,
+        position_embeddings=rotary(hidden_states, positions, *args),
+    )
+    hook.remove()
+    expected = hidden_states + model.model.layers[position].memory(heads[0])
+    assert torch.equal(run_block(model, position, hidden_states), expected)
+    assert not torch.equal(expected, hidden_states)
+
+
+@every_family
+def test_block_holds_copies_of_its_anchor_and_nothing_else_of_it(family):
+    base = tiny_base(family)
+    model = upscale(base, UpscaleConfig(memory=MemoryConfig(num_subkeys=8)))
+    block = model.model.layers[1]
+    assert isinstance(block, MemoryBlock)
+    anchor = base.model.layers[1].state_dict()
+    names = {name for name in block.state_dict() if not name.startswith("memory.")}
+    attention = {n for n in anchor if n.startswith("self_attn.") and "o_proj" not in n}
+    assert names == attention | ({"input_layernorm.weight"} & set(anchor))
+    for name in names:
+        own = block.state_dict()[name]
+        assert torch.equal(own, anchor[name])
+        assert own.data_ptr() != anchor[name].data_ptr()
+
+
+def test_attention_residual_reads_input_plus_attention():
+    plain = grown(memory=MemoryConfig(num_subkeys=8))
+    residual = grown(memory=MemoryConfig(num_subkeys=8, attention_residual=True))
+    hidden_states = torch.randn(1, 5, 32)
+    seen = []
+    for model in (plain, residual):
+        hook = model.model.layers[1].memory.register_forward_pre_hook(
+            lambda module, args: seen.append(args[0])
+        )
+        run_block(model, 1, hidden_states)
+        hook.remove()
+    assert torch.equal(seen[1], hidden_states + seen[0])
+
+
+def test_attn_output_proj_is_the_anchors():
+    base = tiny_base()
+    memory = MemoryConfig(num_subkeys=8, attn_output_proj=True)
+    model = upscale(base, UpscaleConfig(memory=memory))
+    assert torch.equal(
+        model.model.layers[1].self_attn.o_proj.weight, base.model.layers[1].self_attn.o_proj.weight
+    )
+
+
+def test_memory_output_proj_starts_as_identity():
+    plain = grown(memory=MemoryConfig(num_subkeys=8))
+    projected = grown(memory=MemoryConfig(num_subkeys=8, memory_output_proj=True))
+    assert torch.equal(projected.model.layers[1].memory_output_proj.weight, torch.eye(32))
+    ids = prompt_ids()
+    torch.testing.assert_close(projected(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_wider_than_their_slice_of_the_output():
+    """As in Qwen3-0.6B: queries are head_dim wide, each head writes hidden_size // num_heads."""
+    model = grown("qwen3", head_dim=16)
+    memory = model.model.layers[1].memory
+    assert memory.keys.row_keys.shape == (4, 8, 8)
+    assert memory.values.value_proj.shape == (4, 8, 8)
+    fresh = grown("qwen3", filled=False, head_dim=16)
+    base = tiny_base("qwen3", head_dim=16)
+    assert torch.equal(fresh(prompt_ids()).logits, base(prompt_ids()).logits)
+
+
+def test_attention_residual_is_refused_where_widths_differ():
+    memory = MemoryConfig(num_subkeys=8, attention_residual=True)
+    with pytest.raises(MidusError, match=r"4 heads of 16: 64 wide"):
+        upscale(tiny_base("qwen3", head_dim=16), UpscaleConfig(memory=memory))
+    both = MemoryConfig(num_subkeys=8, attention_residual=True, attn_output_proj=True)
+    upscale(tiny_base("qwen3", head_dim=16), UpscaleConfig(memory=both))

@@ -1,0 +1,359 @@
+"""Full, delta and merged checkpoints hold the same model, whatever way they were made."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import MEMORY, every_family, fill_tables, prompt_ids, save_base, tiny_base
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
+
+from midus import MidusError, UpscaleConfig, upscale, upscale_checkpoint
+from midus.models.fingerprint import fingerprint
+from midus.models.weights import Weights
+from midus.upscaling import merge_delta
+
+CONFIG = UpscaleConfig(memory=MEMORY)
+
+
+def same_state(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@every_family
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_way_gives_the_same_model(tmp_path, family, tied):
+    base = save_base(tmp_path / "base", family, tie_word_embeddings=tied)
+    in_memory = upscale(base, CONFIG)
+    upscale_checkpoint(tmp_path / "base", tmp_path / "full", CONFIG)
+    upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True)
+    merge_delta(tmp_path / "delta", tmp_path / "merged")
+    for name in ("full", "delta", "merged"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert type(loaded) is type(in_memory)
+        assert same_state(loaded, in_memory)
+        assert torch.equal(loaded(prompt_ids()).logits, base(prompt_ids()).logits)
+        assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+
+
+@every_family
+def test_a_trained_model_survives_saving_and_loading(tmp_path, family):
+    save_base(tmp_path / "base", family)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = fill_tables(upscale(base, CONFIG))
+    model.save_pretrained(tmp_path / "full")
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    model.save_pretrained(tmp_path / "delta", delta=True)
+    merge_delta(tmp_path / "delta", tmp_path / "merged")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    logits = model(prompt_ids()).logits
+    for name in ("full", "sharded", "delta", "merged"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert same_state(loaded, model)
+        assert torch.equal(loaded(prompt_ids()).logits, logits)
+        headless = AutoModel.from_pretrained(tmp_path / name)
+        hidden = headless(prompt_ids()).last_hidden_state
+        assert torch.equal(hidden, model.model(prompt_ids()).last_hidden_state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sharded_base_of_any_type(tmp_path, dtype):
+    base = save_base(tmp_path / "base", dtype=dtype, shard="20KB")
+    assert (tmp_path / "base" / "model.safetensors.index.json").is_file()
+    done = upscale_checkpoint(tmp_path / "base", tmp_path / "full", CONFIG)
+    assert done.equal_base_tensors == len(base.state_dict())
+    assert done.identity_blocks == 2
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "full")
+    assert loaded.dtype == dtype
+    # Loaded, not cast: casting a model also rounds its rotary tables.
+    stored_base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert torch.equal(loaded(prompt_ids()).logits, stored_base(prompt_ids()).logits)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_another_type_can_be_asked_for(tmp_path, delta):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(
+        tmp_path / "base", tmp_path / "out", CONFIG, delta=delta, dtype=torch.bfloat16
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    assert torch.equal(loaded(prompt_ids()).logits, base(prompt_ids()).logits)
+
+
+def test_a_delta_holds_the_inserted_tensors_only(tmp_path):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True)
+    with safe_open(tmp_path / "delta" / "delta.safetensors", "pt") as file:
+        names = list(file.keys())
+    assert {name.split(".")[2] for name in names} == {"1", "4"}
+    assert not list((tmp_path / "delta").glob("model*.safetensors"))
+
+
+def test_a_full_checkpoint_is_read_by_the_safetensors_package(tmp_path):
+    base = save_base(tmp_path / "base", shard="20KB")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "full", CONFIG)
+    index = json.loads((tmp_path / "full" / "model.safetensors.index.json").read_text())
+    tensors = {}
+    for name in set(index["weight_map"].values()):
+        tensors.update(load_file(tmp_path / "full" / name))
+    assert tensors.keys() == index["weight_map"].keys()
+    assert torch.equal(
+        tensors["model.layers.5.mlp.up_proj.weight"], base.model.layers[3].mlp.up_proj.weight
+    )
+
+
+def test_checkpoints_carry_tokenizer_card_and_licence(tmp_path):
+    save_base(tmp_path / "base")
+    for delta in (False, True):
+        out = tmp_path / f"out-{delta}"
+        upscale_checkpoint(tmp_path / "base", out, CONFIG, delta=delta)
+        assert AutoTokenizer.from_pretrained(out)("w5 w6").input_ids == [5, 6]
+        card = (out / "README.md").read_text()
+        assert 'license: "mit"' in card
+        assert "num_subkeys | 8" in card
+        assert (out / "generation_config.json").is_file()
+        assert ("delta (the inserted tensors only)" in card) == delta
+
+
+def test_files_have_the_usual_mode(tmp_path):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True)
+    plain = tmp_path / "plain"
+    plain.touch()
+    modes = {path.stat().st_mode for path in (tmp_path / "delta").iterdir()}
+    assert modes == {plain.stat().st_mode}
+
+
+# The base a delta stands on.
+
+
+def test_a_delta_is_refused_on_another_base(tmp_path):
+    save_base(tmp_path / "base")
+    save_base(tmp_path / "other", seed=9)
+    upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True)
+    own = fingerprint(Weights.open_folder(tmp_path / "base"), tied=False)
+    other = fingerprint(Weights.open_folder(tmp_path / "other"), tied=False)
+    assert own != other
+    for attempt in (
+        lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "delta", base=tmp_path / "other"),
+        lambda: merge_delta(tmp_path / "delta", tmp_path / "m", base=tmp_path / "other"),
+    ):
+        with pytest.raises(MidusError) as error:
+            attempt()
+        assert own in str(error.value)
+        assert other in str(error.value)
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_changed_base_is_noticed_where_it_stands(tmp_path):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True)
+    save_base(tmp_path / "base", seed=9)
+    with pytest.raises(MidusError, match="is not the base of this model"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "delta")
+
+
+def test_a_moved_base_can_be_named(tmp_path):
+    base = save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True)
+    shutil.move(tmp_path / "base", tmp_path / "moved")
+    with pytest.raises(MidusError, match="the recorded base cannot be used"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "delta")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "delta", base=tmp_path / "moved")
+    assert torch.equal(loaded(prompt_ids()).logits, base(prompt_ids()).logits)
+
+
+def test_fingerprint_does_not_depend_on_the_shards(tmp_path):
+    save_base(tmp_path / "one")
+    save_base(tmp_path / "many", shard="20KB")
+    for every in (False, True):
+        values = {
+            fingerprint(Weights.open_folder(tmp_path / name), False, every)
+            for name in ("one", "many")
+        }
+        assert len(values) == 1
+
+
+def test_fingerprint_of_every_element_sees_what_the_sample_does_not(tmp_path):
+    save_base(tmp_path / "base")
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    before = [fingerprint(Weights.open_folder(tmp_path / "base"), False, e) for e in (0, 1)]
+    tensors["model.embed_tokens.weight"][1, 0] += 1  # row 1 is not in the sample
+    save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    after = [fingerprint(Weights.open_folder(tmp_path / "base"), False, e) for e in (0, 1)]
+    assert before[0] == after[0]
+    assert before[1] != after[1]
+
+
+def test_a_delta_hashed_in_full_is_checked_in_full(tmp_path):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True, hash_all=True)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "delta")
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    tensors["model.embed_tokens.weight"][1, 0] += 1
+    save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(MidusError, match="sha256-all"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "delta")
+
+
+def test_a_delta_is_not_saved_when_the_base_was_trained(tmp_path):
+    save_base(tmp_path / "base")
+    model = upscale(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), CONFIG)
+    model.model.layers[0].mlp.up_proj.weight.data += 0.1
+    with pytest.raises(MidusError, match="save a full checkpoint instead"):
+        model.save_pretrained(tmp_path / "delta", delta=True)
+    assert not (tmp_path / "delta").exists()
+
+
+def test_a_delta_needs_a_known_base(tmp_path):
+    with pytest.raises(MidusError, match="does not record its base"):
+        upscale(tiny_base(), CONFIG).save_pretrained(tmp_path / "delta", delta=True)
+
+
+def test_a_delta_that_lost_a_tensor_is_refused(tmp_path):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True)
+    tensors = load_file(tmp_path / "delta" / "delta.safetensors")
+    del tensors["model.layers.4.memory.values.value_proj"]
+    save_file(tensors, tmp_path / "delta" / "delta.safetensors", {"format": "pt"})
+    with pytest.raises(MidusError, match=r"lack 1 tensors.*layers\.4\.memory\.values\.value_proj"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "delta")
+
+
+def test_base_given_for_a_full_checkpoint_is_refused(tmp_path):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "full", CONFIG)
+    with pytest.raises(MidusError, match="is a full checkpoint"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "full", base=tmp_path / "base")
+
+
+def test_upscaling_twice_is_refused(tmp_path):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "full", CONFIG)
+    with pytest.raises(MidusError, match="already has memory blocks"):
+        upscale_checkpoint(tmp_path / "full", tmp_path / "again", CONFIG)
+    with pytest.raises(MidusError, match="already has memory blocks"):
+        upscale(AutoModelForCausalLM.from_pretrained(tmp_path / "full"), CONFIG)
+
+
+def test_stored_extras_of_old_checkpoints_are_left_behind(tmp_path):
+    """Rotary tables, and a head stored although it is tied."""
+    base = save_base(tmp_path / "base", tie_word_embeddings=True)
+    path = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(path)
+    before = fingerprint(Weights.open_folder(tmp_path / "base"), tied=True)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path, {"format": "pt"})
+    assert fingerprint(Weights.open_folder(tmp_path / "base"), tied=True) == before
+    upscale_checkpoint(tmp_path / "base", tmp_path / "full", CONFIG)
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "full", output_loading_info=True
+    )
+    assert not info["unexpected_keys"]
+    assert not info["missing_keys"]
+    assert torch.equal(loaded(prompt_ids()).logits, base(prompt_ids()).logits)
+
+
+def test_later_formats_are_refused(tmp_path):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "full", CONFIG)
+    path = tmp_path / "full" / "config.json"
+    path.write_text(path.read_text().replace('"midus_format": 1', '"midus_format": 2'))
+    with pytest.raises(MidusError, match="upgrade midus"):
+        AutoConfig.from_pretrained(tmp_path / "full")
+
+
+# Other people's programs.
+
+WITHOUT_IMPORT = """
+import sys
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+source, again = sys.argv[1:]
+config = AutoConfig.from_pretrained(source, trust_remote_code=True)
+assert type(config).__name__ == "MidusLlamaConfig", type(config)
+headless = AutoModel.from_pretrained(source, trust_remote_code=True)
+assert type(headless).__name__ == "MidusLlamaModel", type(headless)
+model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+model.save_pretrained(again)
+"""
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_trust_remote_code_loads_without_the_import(tmp_path, delta):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "out", CONFIG, delta=delta)
+    command = [sys.executable, "-c", WITHOUT_IMPORT, tmp_path / "out", tmp_path / "again"]
+    subprocess.run(command, check=True)
+    # What it saved has the stub, no source of ours, and the same model.
+    files = sorted(path.name for path in (tmp_path / "again").glob("*.py"))
+    assert files == ["modeling_midus.py"]
+    assert "from midus.models import" in (tmp_path / "again" / "modeling_midus.py").read_text()
+    assert same_state(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "again"),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out"),
+    )
+
+
+def test_text_generation_pipeline(tmp_path):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "full", CONFIG)
+    generate = pipeline("text-generation", model=str(tmp_path / "full"), device="cpu")
+    out = generate("w5 w6 w7", max_new_tokens=4, do_sample=False)
+    assert out[0]["generated_text"].startswith("w5 w6 w7")
+
+
+@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}], ids=str)
+def test_device_map(tmp_path, device_map):
+    base = save_base(tmp_path / "base")
+    for delta in (False, True):
+        out = tmp_path / f"out-{delta}"
+        upscale_checkpoint(tmp_path / "base", out, CONFIG, delta=delta)
+        loaded = AutoModelForCausalLM.from_pretrained(out, device_map=device_map)
+        ids = prompt_ids().to(loaded.device)
+        assert torch.equal(loaded(ids).logits.cpu(), base(prompt_ids()).logits)
+
+
+def test_dtype_can_be_chosen_when_loading_a_delta(tmp_path):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "delta", dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.config._attn_implementation == "eager"
+    assert type(loaded).from_pretrained(tmp_path / "delta", use_cache=False).config.use_cache is False
+
+
+@pytest.mark.parametrize("way", ["method", "argument"])
+@pytest.mark.parametrize("delta", [False, True])
+def test_push_to_hub_uploads_weights_stub_and_card(tmp_path, monkeypatch, way, delta):
+    from huggingface_hub import HfApi
+
+    uploaded = {}
+
+    def create_repo(self, repo_id, **kwargs):
+        return type("Repo", (), {"repo_id": f"me/{repo_id}"})
+
+    def upload_folder(self, *, repo_id, folder_path, **kwargs):
+        uploaded[repo_id] = sorted(path.name for path in folder_path.iterdir())
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    save_base(tmp_path / "base")
+    model = upscale(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), CONFIG)
+    if way == "method":
+        model.push_to_hub("grown", delta=delta)
+    else:
+        model.save_pretrained(tmp_path / "grown", push_to_hub=True, delta=delta)
+    weights = "delta.safetensors" if delta else "model.safetensors"
+    assert uploaded["me/grown"] == sorted(
+        ["README.md", "config.json", "generation_config.json", "modeling_midus.py", weights]
+    )

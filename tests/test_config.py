@@ -1,0 +1,48 @@
+import pytest
+
+from midus import MemoryConfig, MidusError, UpscaleConfig
+from midus.config import field_help
+
+
+def test_every_option_has_one_help_text():
+    for cls in (MemoryConfig, UpscaleConfig):
+        texts = field_help(cls)
+        assert set(texts) == set(cls.__dataclass_fields__)
+        assert all(texts.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 9, "num_subkeys": 8}, "top_k=9 is more than num_subkeys=8"),
+        ({"top_k": 0}, "top_k=0 must be a whole number of at least 1"),
+        ({"num_subkeys": -1}, "num_subkeys=-1"),
+        ({"latent_dim": 0}, "latent_dim=0"),
+        ({"query_norm": "rms"}, "query_norm='rms' is unknown; choose one of none, batch, layer"),
+        ({"key_init": "zero"}, "key_init='zero'"),
+        ({"value_proj_init": "zero"}, "value_proj_init='zero'"),
+    ],
+)
+def test_bad_memory_options_are_refused(options, message):
+    with pytest.raises(MidusError, match=message.replace("(", r"\(")):
+        MemoryConfig(**options)
+
+
+def test_placement_and_positions_exclude_each_other():
+    with pytest.raises(MidusError, match="exclude each other"):
+        UpscaleConfig(placement="top_heavy", positions=(1,))
+
+
+def test_number_and_positions_must_agree():
+    with pytest.raises(MidusError, match="num_inserted=2 does not match the 1 positions"):
+        UpscaleConfig(num_inserted=2, positions=(1,))
+
+
+def test_unknown_keys_are_refused():
+    with pytest.raises(MidusError, match="unknown option 'topk' for MemoryConfig"):
+        MemoryConfig.from_dict({"topk": 3})
+
+
+def test_options_survive_a_round_trip():
+    config = MemoryConfig(num_subkeys=16, query_norm="layer", latent_dim=4)
+    assert MemoryConfig.from_dict(config.to_dict()) == config
