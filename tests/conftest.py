@@ -95,4 +95,14 @@ def save_base(folder, family: str = "llama", dtype=torch.float32, shard=None, **
     return base
 
 
+def load(folder, **options):
+    """A stored model with its weights in fresh memory, where products have the same last bits."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
 every_family = pytest.mark.parametrize("family", list(FAMILIES))

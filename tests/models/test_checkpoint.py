@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import MEMORY, every_family, fill_tables, prompt_ids, save_base, tiny_base
+from conftest import MEMORY, every_family, fill_tables, load, prompt_ids, save_base, tiny_base
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
@@ -34,7 +34,7 @@ def test_every_way_gives_the_same_model(tmp_path, family, tied):
     upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True)
     merge_delta(tmp_path / "delta", tmp_path / "merged")
     for name in ("full", "delta", "merged"):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        loaded = load(tmp_path / name)
         assert type(loaded) is type(in_memory)
         assert same_state(loaded, in_memory)
         assert torch.equal(loaded(prompt_ids()).logits, base(prompt_ids()).logits)
@@ -44,7 +44,7 @@ def test_every_way_gives_the_same_model(tmp_path, family, tied):
 @every_family
 def test_a_trained_model_survives_saving_and_loading(tmp_path, family):
     save_base(tmp_path / "base", family)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base = load(tmp_path / "base")
     model = fill_tables(upscale(base, CONFIG))
     model.save_pretrained(tmp_path / "full")
     model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
@@ -53,7 +53,7 @@ def test_a_trained_model_survives_saving_and_loading(tmp_path, family):
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     logits = model(prompt_ids()).logits
     for name in ("full", "sharded", "delta", "merged"):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        loaded = load(tmp_path / name)
         assert same_state(loaded, model)
         assert torch.equal(loaded(prompt_ids()).logits, logits)
         headless = AutoModel.from_pretrained(tmp_path / name)
@@ -68,10 +68,10 @@ def test_a_sharded_base_of_any_type(tmp_path, dtype):
     done = upscale_checkpoint(tmp_path / "base", tmp_path / "full", CONFIG)
     assert done.equal_base_tensors == len(base.state_dict())
     assert done.identity_blocks == 2
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "full")
+    loaded = load(tmp_path / "full")
     assert loaded.dtype == dtype
     # Loaded, not cast: casting a model also rounds its rotary tables.
-    stored_base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    stored_base = load(tmp_path / "base")
     assert torch.equal(loaded(prompt_ids()).logits, stored_base(prompt_ids()).logits)
 
 
@@ -81,9 +81,9 @@ def test_another_type_can_be_asked_for(tmp_path, delta):
     upscale_checkpoint(
         tmp_path / "base", tmp_path / "out", CONFIG, delta=delta, dtype=torch.bfloat16
     )
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    loaded = load(tmp_path / "out")
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    base = load(tmp_path / "base", dtype=torch.bfloat16)
     assert torch.equal(loaded(prompt_ids()).logits, base(prompt_ids()).logits)
 
 
@@ -142,7 +142,7 @@ def test_a_delta_is_refused_on_another_base(tmp_path):
     other = fingerprint(Weights.open_folder(tmp_path / "other"), tied=False)
     assert own != other
     for attempt in (
-        lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "delta", base=tmp_path / "other"),
+        lambda: load(tmp_path / "delta", base=tmp_path / "other"),
         lambda: merge_delta(tmp_path / "delta", tmp_path / "m", base=tmp_path / "other"),
     ):
         with pytest.raises(MidusError) as error:
@@ -157,7 +157,7 @@ def test_a_changed_base_is_noticed_where_it_stands(tmp_path):
     upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True)
     save_base(tmp_path / "base", seed=9)
     with pytest.raises(MidusError, match="is not the base of this model"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "delta")
+        load(tmp_path / "delta")
 
 
 def test_a_moved_base_can_be_named(tmp_path):
@@ -165,8 +165,8 @@ def test_a_moved_base_can_be_named(tmp_path):
     upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True)
     shutil.move(tmp_path / "base", tmp_path / "moved")
     with pytest.raises(MidusError, match="the recorded base cannot be used"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "delta")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "delta", base=tmp_path / "moved")
+        load(tmp_path / "delta")
+    loaded = load(tmp_path / "delta", base=tmp_path / "moved")
     assert torch.equal(loaded(prompt_ids()).logits, base(prompt_ids()).logits)
 
 
@@ -195,17 +195,17 @@ def test_fingerprint_of_every_element_sees_what_the_sample_does_not(tmp_path):
 def test_a_delta_hashed_in_full_is_checked_in_full(tmp_path):
     save_base(tmp_path / "base")
     upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True, hash_all=True)
-    AutoModelForCausalLM.from_pretrained(tmp_path / "delta")
+    load(tmp_path / "delta")
     tensors = load_file(tmp_path / "base" / "model.safetensors")
     tensors["model.embed_tokens.weight"][1, 0] += 1
     save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
     with pytest.raises(MidusError, match="sha256-all"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "delta")
+        load(tmp_path / "delta")
 
 
 def test_a_delta_is_not_saved_when_the_base_was_trained(tmp_path):
     save_base(tmp_path / "base")
-    model = upscale(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), CONFIG)
+    model = upscale(load(tmp_path / "base"), CONFIG)
     model.model.layers[0].mlp.up_proj.weight.data += 0.1
     with pytest.raises(MidusError, match="save a full checkpoint instead"):
         model.save_pretrained(tmp_path / "delta", delta=True)
@@ -224,14 +224,14 @@ def test_a_delta_that_lost_a_tensor_is_refused(tmp_path):
     del tensors["model.layers.4.memory.values.value_proj"]
     save_file(tensors, tmp_path / "delta" / "delta.safetensors", {"format": "pt"})
     with pytest.raises(MidusError, match=r"lack 1 tensors.*layers\.4\.memory\.values\.value_proj"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "delta")
+        load(tmp_path / "delta")
 
 
 def test_base_given_for_a_full_checkpoint_is_refused(tmp_path):
     save_base(tmp_path / "base")
     upscale_checkpoint(tmp_path / "base", tmp_path / "full", CONFIG)
     with pytest.raises(MidusError, match="is a full checkpoint"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "full", base=tmp_path / "base")
+        load(tmp_path / "full", base=tmp_path / "base")
 
 
 def test_upscaling_twice_is_refused(tmp_path):
@@ -240,7 +240,7 @@ def test_upscaling_twice_is_refused(tmp_path):
     with pytest.raises(MidusError, match="already has memory blocks"):
         upscale_checkpoint(tmp_path / "full", tmp_path / "again", CONFIG)
     with pytest.raises(MidusError, match="already has memory blocks"):
-        upscale(AutoModelForCausalLM.from_pretrained(tmp_path / "full"), CONFIG)
+        upscale(load(tmp_path / "full"), CONFIG)
 
 
 def test_stored_extras_of_old_checkpoints_are_left_behind(tmp_path):
@@ -297,8 +297,8 @@ def test_trust_remote_code_loads_without_the_import(tmp_path, delta):
     assert files == ["modeling_midus.py"]
     assert "from midus.models import" in (tmp_path / "again" / "modeling_midus.py").read_text()
     assert same_state(
-        AutoModelForCausalLM.from_pretrained(tmp_path / "again"),
-        AutoModelForCausalLM.from_pretrained(tmp_path / "out"),
+        load(tmp_path / "again"),
+        load(tmp_path / "out"),
     )
 
 
@@ -316,7 +316,7 @@ def test_device_map(tmp_path, device_map):
     for delta in (False, True):
         out = tmp_path / f"out-{delta}"
         upscale_checkpoint(tmp_path / "base", out, CONFIG, delta=delta)
-        loaded = AutoModelForCausalLM.from_pretrained(out, device_map=device_map)
+        loaded = load(out, device_map=device_map)
         ids = prompt_ids().to(loaded.device)
         assert torch.equal(loaded(ids).logits.cpu(), base(prompt_ids()).logits)
 
@@ -324,7 +324,7 @@ def test_device_map(tmp_path, device_map):
 def test_dtype_can_be_chosen_when_loading_a_delta(tmp_path):
     save_base(tmp_path / "base")
     upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True)
-    loaded = AutoModelForCausalLM.from_pretrained(
+    loaded = load(
         tmp_path / "delta", dtype=torch.bfloat16, attn_implementation="eager"
     )
     assert loaded.dtype == torch.bfloat16
@@ -348,7 +348,7 @@ def test_push_to_hub_uploads_weights_stub_and_card(tmp_path, monkeypatch, way, d
     monkeypatch.setattr(HfApi, "create_repo", create_repo)
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
     save_base(tmp_path / "base")
-    model = upscale(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), CONFIG)
+    model = upscale(load(tmp_path / "base"), CONFIG)
     if way == "method":
         model.push_to_hub("grown", delta=delta)
     else:

@@ -3,7 +3,8 @@
 A save goes to a hidden folder beside the target, is synced to disk and then renamed. Replacing an
 existing folder is one atomic exchange where the system has it (Linux, macOS); elsewhere the old
 folder is moved aside first and `recover` brings it back if the process dies in between.
-`config.json` is written last and removed first, so that a half-written folder never loads.
+While a folder is synced its `config.json` is held back, and it is the first file to be removed,
+so that no half folder loads, hidden or not.
 """
 
 import ctypes
