@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from conftest import MEMORY, VOCAB, fill_tables, save_base
+from tiny import MEMORY, VOCAB, fill_tables, save_base
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -53,7 +53,9 @@ def is_whole(folder: Path, base: Path) -> bool:
         assert not info["missing_keys"]
         assert not info["unexpected_keys"]
         values = {
-            float(p.detach().flatten()[0]) for n, p in model.named_parameters() if n.endswith("latent_values")
+            float(p.detach().flatten()[0])
+            for n, p in model.named_parameters()
+            if n.endswith("latent_values")
         }
         assert len(values) == 1, values  # each save fills every table with its own number
         reference = Weights.open_folder(base)

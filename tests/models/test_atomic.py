@@ -130,7 +130,9 @@ def test_cut_off_between_two_renames_the_old_folder_comes_back(tmp_path):
 
 
 def test_leftovers_of_dead_processes_are_swept(tmp_path):
-    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True)
+    dead = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True
+    )
     left = tmp_path / f"{atomic._saving_prefix(tmp_path / 'out')}{int(dead.stdout)}-abcd"
     left.mkdir()
     alive = tmp_path / f"{atomic._saving_prefix(tmp_path / 'out')}{os.getpid()}-abcd"
@@ -147,7 +149,10 @@ def test_kills_at_random_moments_leave_whole_folders(tmp_path, can_exchange):
     """Of saves and overwrites 20 each are killed; every folder that is there loads and verifies."""
     script = Path(__file__).parent / "killed_saves.py"
     result = subprocess.run(
-        [sys.executable, script, tmp_path, can_exchange], capture_output=True, text=True, check=False
+        [sys.executable, script, tmp_path, can_exchange],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     counts = dict(line.split("=") for line in result.stdout.split())

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import every_family, fill_tables, grown, prompt_ids, tiny_base
+from tiny import every_family, fill_tables, grown, prompt_ids, tiny_base
 
 from midus import MemoryConfig, MidusError, UpscaleConfig, upscale
 from midus.models import MemoryBlock

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
-from conftest import MEMORY, every_family, fill_tables, load, prompt_ids, save_base, tiny_base
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny import MEMORY, every_family, fill_tables, load, prompt_ids, save_base, tiny_base
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from midus import MidusError, UpscaleConfig, upscale, upscale_checkpoint
@@ -254,9 +254,7 @@ def test_stored_extras_of_old_checkpoints_are_left_behind(tmp_path):
     save_file(tensors, path, {"format": "pt"})
     assert fingerprint(Weights.open_folder(tmp_path / "base"), tied=True) == before
     upscale_checkpoint(tmp_path / "base", tmp_path / "full", CONFIG)
-    loaded, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "full", output_loading_info=True
-    )
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "full", output_loading_info=True)
     assert not info["unexpected_keys"]
     assert not info["missing_keys"]
     assert torch.equal(loaded(prompt_ids()).logits, base(prompt_ids()).logits)
@@ -324,12 +322,12 @@ def test_device_map(tmp_path, device_map):
 def test_dtype_can_be_chosen_when_loading_a_delta(tmp_path):
     save_base(tmp_path / "base")
     upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True)
-    loaded = load(
-        tmp_path / "delta", dtype=torch.bfloat16, attn_implementation="eager"
-    )
+    loaded = load(tmp_path / "delta", dtype=torch.bfloat16, attn_implementation="eager")
     assert loaded.dtype == torch.bfloat16
     assert loaded.config._attn_implementation == "eager"
-    assert type(loaded).from_pretrained(tmp_path / "delta", use_cache=False).config.use_cache is False
+    assert (
+        type(loaded).from_pretrained(tmp_path / "delta", use_cache=False).config.use_cache is False
+    )
 
 
 @pytest.mark.parametrize("way", ["method", "argument"])

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import (
+from tiny import (
     MEMORY,
     TOLERANCE,
     every_family,
@@ -63,7 +63,9 @@ def test_any_number_and_placement_starts_as_the_base(num_inserted, placement):
     model = upscale(base, config)
     assert torch.equal(model(prompt_ids()).logits, base(prompt_ids()).logits)
     assert len(model.model.layers) == model.config.num_hidden_layers == 4 + num_inserted
-    assert [block.self_attn.layer_idx for block in model.model.layers] == list(range(4 + num_inserted))
+    assert [block.self_attn.layer_idx for block in model.model.layers] == list(
+        range(4 + num_inserted)
+    )
 
 
 def test_base_stays_usable_and_shares_its_weights():

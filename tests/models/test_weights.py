@@ -37,7 +37,9 @@ def test_tensors_are_read_as_safetensors_reads_them(stored):
 def test_a_copy_is_what_safetensors_reads(stored, dtype):
     tensors, folder = stored
     weights = Weights.open_folder(folder)
-    write_copy(folder / "copy.safetensors", weights, {name: f"new.{name}" for name in weights}, dtype)
+    write_copy(
+        folder / "copy.safetensors", weights, {name: f"new.{name}" for name in weights}, dtype
+    )
     copied = load_file(folder / "copy.safetensors")
     again = Weights.open_file(folder / "copy.safetensors")
     for name, tensor in tensors.items():

@@ -1,5 +1,5 @@
 import pytest
-from conftest import tiny_config
+from tiny import tiny_config
 
 from midus import MemoryConfig, MidusError, UpscaleConfig
 from midus.upscaling.inspect import describe, plan_of
@@ -9,23 +9,13 @@ from midus.upscaling.plan import StackPlan
 
 def test_memory_blocks_stand_before_their_anchors():
     assert str(StackPlan.interleave(4, [1, 3], "before", "memory")) == (
-        "  0  base   0\n"
-        "  1  memory 1\n"
-        "  2  base   1\n"
-        "  3  base   2\n"
-        "  4  memory 3\n"
-        "  5  base   3"
+        "  0  base   0\n  1  memory 1\n  2  base   1\n  3  base   2\n  4  memory 3\n  5  base   3"
     )
 
 
 def test_copies_stand_after_their_anchors():
     assert str(StackPlan.interleave(4, [1, 3], "after", "copy")) == (
-        "  0  base   0\n"
-        "  1  base   1\n"
-        "  2  copy   1\n"
-        "  3  base   2\n"
-        "  4  base   3\n"
-        "  5  copy   3"
+        "  0  base   0\n  1  base   1\n  2  copy   1\n  3  base   2\n  4  base   3\n  5  copy   3"
     )
 
 

@@ -33,6 +33,7 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
+    device = _checked_device(device)
     folder = resolve_source(source)
     config = read_config(folder)
     is_delta = is_upscaled(config.model_type) and config.is_delta
@@ -53,7 +54,18 @@ def load_model(
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     model.tie_weights()
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    return model.to(device).eval()
+
+
+def _checked_device(device: str | None) -> str:
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise MidusError(f"device={device!r} cannot be used here ({reason}); try cpu") from error
+    return device
 
 
 def load_tokenizer(source: str | Path) -> Any:

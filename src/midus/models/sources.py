@@ -117,9 +117,12 @@ def _write_converted(path: Path, folder: Path) -> None:
     try:
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except (ValueError, OSError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise MidusError(f"{path} cannot be read as a GGUF model ({reason})") from error
+    except Exception as error:
+        # A damaged or unknown file fails in as many ways as the reader has steps.
+        reason = f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
+        raise MidusError(
+            f"{path} cannot be read as a GGUF model ({reason}); fetch it again or use safetensors"
+        ) from error
     _mend_special_tokens(model, tokenizer)
     # A model loaded from GGUF counts as quantized and refuses to be saved; its tensors are plain.
     tied = model.config.tie_word_embeddings

