@@ -1,4 +1,4 @@
-"""Peak memory of `midus upscale` on a random checkpoint of the Llama-3.2-1B shape (2.5 GB, bfloat16).
+"""Peak memory of `midus upscale` on a random bfloat16 checkpoint of the Llama-3.2-1B shape.
 
     python benchmarks/upscale_memory.py --json runs/upscale_memory.json
 

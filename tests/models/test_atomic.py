@@ -35,17 +35,20 @@ def test_a_folder_appears_when_it_is_whole(tmp_path):
 
 
 def test_an_error_leaves_nothing(tmp_path):
-    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "out") as work:
-        write(work, "new")
-        raise RuntimeError
+    def fail():
+        with atomic_folder(tmp_path / "out") as work:
+            write(work, "new")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_existing_folder_is_refused_unless_asked(tmp_path):
     write_target(tmp_path / "out")
     with pytest.raises(MidusError, match="exists; choose another folder or pass --overwrite"):
-        with atomic_folder(tmp_path / "out"):
-            pass
+        atomic_folder(tmp_path / "out").__enter__()
     assert read(tmp_path / "out") == "old"
 
 
@@ -81,8 +84,7 @@ def test_only_model_folders_are_overwritten(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").touch()
     with pytest.raises(MidusError, match="is not a model folder"):
-        with atomic_folder(tmp_path / "home", overwrite=True):
-            pass
+        atomic_folder(tmp_path / "home", overwrite=True).__enter__()
     assert (tmp_path / "home" / "letter.txt").exists()
 
 
@@ -111,9 +113,13 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path):
 
 def test_a_full_disk_is_one_sentence_and_changes_nothing(tmp_path):
     target = write_target(tmp_path / "out")
-    with pytest.raises(MidusError, match="no space left on the disk"):
+
+    def fill_the_disk():
         with atomic_folder(target, overwrite=True):
             raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(MidusError, match="no space left on the disk"):
+        fill_the_disk()
     assert read(target) == "old"
     assert left_over(tmp_path) == []
 

@@ -15,7 +15,7 @@ def random_inputs(dtype=torch.float32):
 def one_by_one(values, slot_idx, weights):
     out = torch.zeros(*slot_idx.shape[:-1], values.shape[1], dtype=weights.dtype)
     for where in torch.cartesian_prod(*(torch.arange(n) for n in slot_idx.shape)).tolist():
-        *query, k = where
+        *query, _ = where
         out[tuple(query)] += weights[tuple(where)] * values[slot_idx[tuple(where)]]
     return out
 

@@ -1,0 +1,21 @@
+"""Grow the embedded SmolLM2-135M in memory and show that nothing changed: under a minute on a CPU."""
+
+import torch
+
+import midus
+from midus.models.loading import load_model, load_tokenizer
+
+tokenizer = load_tokenizer("smollm2-135m")
+base = load_model("smollm2-135m")
+model = midus.upscale(base, midus.UpscaleConfig(num_inserted=15))
+
+trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+total = sum(p.numel() for p in model.parameters())
+print(
+    f"{len(base.model.layers)} -> {len(model.model.layers)} blocks, {trainable:,} of {total:,} train"
+)
+
+inputs = tokenizer("Call me Ishmael.", return_tensors="pt").to(base.device)
+with torch.no_grad():
+    difference = (model(**inputs).logits - base(**inputs).logits).abs().max().item()
+print(f"largest |Δ logit|: {difference}")
