@@ -1,4 +1,4 @@
-"""Grow the embedded SmolLM2-135M in memory and show that nothing changed: under a minute on a CPU."""
+"""Grow the embedded SmolLM2-135M in memory and show that nothing changed (a CPU will do)."""
 
 import torch
 
