@@ -11,9 +11,8 @@ model = midus.upscale(base, midus.UpscaleConfig(num_inserted=15))
 
 trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
 total = sum(p.numel() for p in model.parameters())
-print(
-    f"{len(base.model.layers)} -> {len(model.model.layers)} blocks, {trainable:,} of {total:,} train"
-)
+depth = f"{len(base.model.layers)} -> {len(model.model.layers)} blocks"
+print(f"{depth}, {trainable:,} of {total:,} parameters train")
 
 inputs = tokenizer("Call me Ishmael.", return_tensors="pt").to(base.device)
 with torch.no_grad():
