@@ -15,7 +15,7 @@ def test_every_option_has_one_help_text():
     ("options", "message"),
     [
         ({"top_k": 9, "num_subkeys": 8}, "top_k=9 is more than num_subkeys=8"),
-        ({"top_k": 0}, "top_k=0 must be a whole number of at least 1"),
+        ({"top_k": 0}, "top_k=0 must be a whole number from 1 to"),
         ({"num_subkeys": -1}, "num_subkeys=-1"),
         ({"latent_dim": 0}, "latent_dim=0"),
         ({"query_norm": "rms"}, "query_norm='rms' is unknown; choose one of none, batch, layer"),
@@ -31,6 +31,25 @@ def test_bad_memory_options_are_refused(options, message):
 def test_placement_and_positions_exclude_each_other():
     with pytest.raises(MidusError, match="exclude each other"):
         UpscaleConfig(placement="top_heavy", positions=(1,))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"positions": (1.5,)},
+        {"positions": ("1",)},
+        {"positions": (True,)},
+        {"positions": 1},
+        {"seed": "x"},
+        {"seed": -1},
+        {"memory": {"top_k": 2}},
+        {"num_inserted": 1.0},
+    ],
+    ids=str,
+)
+def test_bad_up_scaling_options_are_refused(options):
+    with pytest.raises(MidusError, match=f"{next(iter(options))[:8]}.*must be"):
+        UpscaleConfig(**options)
 
 
 def test_number_and_positions_must_agree():

@@ -15,6 +15,8 @@ from midus.errors import MidusError
 QUERY_NORMS = ("none", "batch", "layer")
 KEY_INITS = ("uniform", "normal")
 VALUE_PROJ_INITS = ("normal", "identity")
+# Far beyond any use, and small enough that no product of sizes overflows.
+_LARGEST_SIZE = 65_536
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -22,9 +24,12 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise MidusError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}")
 
 
-def _at_least_one(name: str, value: int | None) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise MidusError(f"{name}={value!r} must be a whole number of at least 1")
+def _whole_number(name: str, value: Any, smallest: int, largest: int) -> None:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_number and smallest <= value <= largest):
+        raise MidusError(
+            f"{name}={value!r} must be a whole number from {smallest:,} to {largest:,}"
+        )
 
 
 def _from_dict(cls: type[Any], values: dict[str, Any]) -> Any:
@@ -64,9 +69,9 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model."""
-        _at_least_one("num_subkeys", self.num_subkeys)
-        _at_least_one("top_k", self.top_k)
-        _at_least_one("latent_dim", self.latent_dim)
+        _whole_number("num_subkeys", self.num_subkeys, 1, _LARGEST_SIZE)
+        _whole_number("top_k", self.top_k, 1, _LARGEST_SIZE)
+        _whole_number("latent_dim", self.latent_dim, 1, _LARGEST_SIZE)
         if self.top_k > self.num_subkeys:
             raise MidusError(
                 f"top_k={self.top_k} is more than num_subkeys={self.num_subkeys}; "
@@ -109,10 +114,20 @@ class UpscaleConfig:
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model."""
-        _at_least_one("num_inserted", self.num_inserted)
+        _whole_number("num_inserted", self.num_inserted, 1, _LARGEST_SIZE)
+        _whole_number("seed", self.seed, 0, 2**32 - 1)
+        if not isinstance(self.memory, MemoryConfig):
+            raise MidusError(f"memory={self.memory!r} must be a MemoryConfig")
         if self.positions is None:
             return
-        object.__setattr__(self, "positions", tuple(self.positions))
+        try:
+            object.__setattr__(self, "positions", tuple(self.positions))
+        except TypeError as error:
+            raise MidusError(
+                f"positions={self.positions!r} must be a list of whole numbers"
+            ) from error
+        for position in self.positions:
+            _whole_number("position", position, -_LARGEST_SIZE, _LARGEST_SIZE)
         if self.placement is not None:
             raise MidusError(
                 f"placement={self.placement!r} and positions={list(self.positions)} "

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tiny import save_base
 
 OUT = "OUT"
@@ -36,6 +38,10 @@ def assert_refused(result, *parts):
         (["--placement", "middle"], ["'middle' is unknown", "bottom_heavy"]),
         (["--top-k", "9", "--num-subkeys", "8"], ["top_k=9 is more than num_subkeys=8"]),
         (["--top-k", "0"], ["top_k=0"]),
+        (["--num-subkeys", "99999999999999999999"], ["num_subkeys=99999999999999999999"]),
+        (["--num-subkeys", "65536", "--latent-dim", "65536"], ["MB and the disk has"]),
+        (["--seed", "-1"], ["seed=-1"]),
+        (["--seed", "281474976710656"], ["seed=281474976710656"]),
         (["--latent-dim", "-3"], ["latent_dim=-3"]),
         (["--positions", "9"], ["9, outside the final stack of 5 blocks"]),
         (["--positions", "-1"], ["-1, outside"]),
@@ -60,10 +66,15 @@ def test_bad_options(midus, base, tmp_path, options, parts):
     ("changes", "part"),
     [
         ({"model_type": "phi3"}, "model family 'phi3' is not supported; known families: llama"),
-        ({"model_type": None}, "is not supported; known families"),
+        ({"model_type": None}, "names no model_type (it says None)"),
+        ({"model_type": ["llama"]}, "names no model_type"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "the base is quantized"),
+        ({"vocab_size": 120}, "of shape [99, 32], and its config calls for [120, 32]"),
+        ({"hidden_size": 64}, "and its config calls for"),
+        ({"num_hidden_layers": 3}, "belongs to block 3, but the base's config has 3 blocks"),
         ({"head_dim": 7}, "head_dim=7 is odd"),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, "not a multiple of the number of"),
-        ({"num_hidden_layers": 6}, "has weights of 4 blocks, but its config.json says 6"),
+        ({"num_hidden_layers": 6}, "lacks the tensor 'model.layers.4.self_attn.q_proj.weight'"),
     ],
     ids=str,
 )
@@ -97,6 +108,74 @@ def test_bad_weights(midus, base, tmp_path, command, damage, part):
     assert_refused(midus(command, base, *rest), part)
 
 
+@pytest.mark.parametrize(
+    "lost", ["model.norm.weight", "lm_head.weight", "model.layers.1.self_attn.q_proj.weight"]
+)
+def test_a_missing_tensor(midus, base, tmp_path, lost):
+    tensors = load_file(base / "model.safetensors")
+    del tensors[lost]
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    for command in (("upscale", base, tmp_path / OUT), ("generate", base, "--prompt", "w5")):
+        assert_refused(midus(*command), f"lacks the tensor '{lost}'")
+
+
+def test_weights_of_whole_numbers(midus, base, tmp_path):
+    tensors = {n: t.to(torch.int8) for n, t in load_file(base / "model.safetensors").items()}
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    assert_refused(midus("upscale", base, tmp_path / OUT), "up-scale the unquantized model")
+
+
+def test_an_index_with_odd_names(midus, base, tmp_path):
+    index = base / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": 5}}))
+    assert_refused(midus("upscale", base, tmp_path / OUT), "names 5, not a file beside it")
+
+
+def test_the_base_is_never_overwritten(midus, tmp_path):
+    outer = tmp_path / "outer"
+    save_base(outer)
+    save_base(outer / "base")
+    for kind in ("--delta", "--full"):
+        result = midus("upscale", outer / "base", outer, "--overwrite", kind, "--num-subkeys", 8)
+        assert_refused(result, "is or holds")
+    midus("upscale", outer / "base", tmp_path / "delta", "--num-subkeys", 8, "--delta")
+    for target in (outer / "base", outer, tmp_path / "delta"):
+        assert_refused(midus("merge", tmp_path / "delta", target, "--overwrite"), "is or holds")
+    assert midus("merge", tmp_path / "delta", tmp_path / "merged").code == 0
+
+
+def test_places_that_cannot_be_written(midus, base, tmp_path):
+    (tmp_path / "file").touch()
+    for target in (tmp_path / "file" / "out", tmp_path / ("x" * 300)):
+        result = midus("upscale", base, target, "--num-subkeys", 8)
+        assert_refused(result, "cannot be written")
+
+
+def test_options_that_would_be_ignored(midus, base, tmp_path):
+    midus("upscale", base, tmp_path / "full", "--num-subkeys", 8)
+    assert_refused(midus("inspect", tmp_path / "full", "--top-k", 2), "is up-scaled already")
+    result = midus("generate", tmp_path / "full", "--prompt", "w5", "--base", base)
+    assert_refused(result, "is no delta; leave it out")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"memory_positions": "x"}, {"memory": []}, {"upscaling": []}, {"memory": {"n": 3}}],
+    ids=str,
+)
+def test_a_damaged_up_scaled_config(midus, base, tmp_path, changes):
+    midus("upscale", base, tmp_path / "full", "--num-subkeys", 8)
+    edit_config(tmp_path / "full", **changes)
+    assert midus("inspect", tmp_path / "full").code == 2
+
+
+def test_models_with_other_vocabularies(midus, base, tmp_path):
+    save_base(tmp_path / "small", vocab_size=20)
+    (tmp_path / "text").write_text("w5 w50 w60")
+    result = midus("verify", base, tmp_path / "small", "--text", tmp_path / "text")
+    assert_refused(result, "has a vocabulary of 20")
+
+
 def test_missing_shard(midus, tmp_path):
     save_base(tmp_path / "base", shard="20KB")
     next((tmp_path / "base").glob("*.safetensors")).unlink()
@@ -105,7 +184,7 @@ def test_missing_shard(midus, tmp_path):
 
 def test_existing_output(midus, base, tmp_path):
     assert_refused(midus("upscale", base, base), "exists; choose another folder")
-    assert_refused(midus("upscale", base, base, "--overwrite"), "is the model that is being read")
+    assert_refused(midus("upscale", base, base, "--overwrite"), "which is being read")
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "one").touch()
     assert_refused(
@@ -136,7 +215,9 @@ def test_no_disk_space(midus, base, tmp_path, monkeypatch):
 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
-    assert_refused(midus("upscale", base, tmp_path / OUT, "--num-subkeys", 8), "0.00 GB free")
+    assert_refused(
+        midus("upscale", base, tmp_path / OUT, "--num-subkeys", 8), "the disk has 0.0 MB free"
+    )
 
 
 def test_disk_that_fills_up_while_writing(midus, base, tmp_path, monkeypatch):
@@ -177,7 +258,9 @@ def test_bad_text(midus, base, tmp_path):
 def test_bad_generation(midus, base):
     assert_refused(midus("generate", base, "--prompt", ""), "prompt is empty")
     assert_refused(midus("generate", base, "--prompt", "w5", "--chat"), "no chat template")
-    assert_refused(midus("generate", base, "--prompt", "w5", "--device", "gpu"), "device")
+    for device in ("gpu", "meta", "cuda:99"):
+        result = midus("generate", base, "--prompt", "w5", "--device", device)
+        assert_refused(result, f"device='{device}' cannot be used here")
     assert midus("generate", base).code == 2
     assert midus("generate", base, "--prompt", "w5", "--max-new-tokens", 0).code == 2
 

@@ -87,6 +87,46 @@ def test_top_1_is_remarked_upon(midus, base, tmp_path):
     assert "keys and q/k/v of the memory blocks receive no gradient" in result.out
 
 
+def test_names_that_look_like_markup_are_printed_as_they_are(midus, base, tmp_path):
+    result = midus("upscale", base, tmp_path / "a[red]b[/b]", *SMALL)
+    assert result.code == 0
+    assert "a[red]b[/b]" in result.out
+
+
+def test_the_current_directory_can_be_the_output(midus, base, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert midus("upscale", base, ".", *SMALL).code == 0
+    assert midus("inspect", ".").code == 0
+
+
+def test_numbers_json_cannot_hold_are_null(midus, base, tmp_path):
+    midus("upscale", base, tmp_path / "full", *SMALL)
+    broken = load(tmp_path / "full")
+    broken.lm_head.weight.data.fill_(float("nan"))
+    broken.save_pretrained(tmp_path / "broken")
+    values = json.loads(midus("verify", base, tmp_path / "broken", "--json").out)
+    assert values["max_abs_logit_diff"] is None
+
+
+def test_dry_run_fetches_no_weights(midus, base, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def snapshot_download(hub_id, *, allow_patterns, **kwargs):
+        asked.append(allow_patterns)
+        return base
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert midus("upscale", "org/model", tmp_path / "out", *SMALL, "--dry-run").code == 0
+    assert midus("inspect", "org/model", *SMALL).code == 0
+    assert midus("upscale", "org/model", tmp_path / "out", "--inserted", 9).code == 2
+    assert asked == [["config.json"]] * 3
+    assert midus("upscale", "org/model", tmp_path / "out", *SMALL).code == 0
+    assert any("*.safetensors" in patterns for patterns in asked)
+
+
 def test_inspect_of_a_shape_is_the_papers(midus):
     result = midus("inspect", "llama-3.1-8b", "--method", "midus", "--memory", "hml", "--json")
     values = json.loads(result.out)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from midus.errors import MidusError
 from midus.models import atomic
@@ -102,6 +103,100 @@ def test_other_programs_files_can_stay(tmp_path):
     assert not (target / "model-00001-of-00002.safetensors").exists()
 
 
+def test_only_the_models_own_files_are_replaced(tmp_path):
+    target = write_target(tmp_path / "out")
+    others = ["adapter_model.safetensors", "notes.index.json", "optimizer.pt"]
+    for name in others:
+        (target / name).write_text(name)
+    (target / "dangling").symlink_to("nowhere")
+    (tmp_path / "elsewhere").mkdir()
+    (target / "linked").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(target / "pipe")
+    with atomic_folder(target, keep_others=True) as work:
+        write(work, "new")
+    assert [(target / name).read_text() for name in others] == others
+    assert (target / "dangling").is_symlink()
+    assert (target / "linked").is_symlink()
+    assert (target / "pipe").is_fifo()
+
+
+def test_a_folder_without_a_model_can_receive_one(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "trainer_state.json").write_text("{}")
+    with atomic_folder(tmp_path / "out", keep_others=True) as work:
+        write(work, "new")
+    assert read(tmp_path / "out") == "new"
+    assert (tmp_path / "out" / "trainer_state.json").exists()
+
+
+@pytest.mark.parametrize("keep_others", [True, False])
+def test_the_current_directory_stays_where_it_is(tmp_path, monkeypatch, keep_others):
+    target = write_target(tmp_path / "out")
+    (target / "letter").touch()
+    monkeypatch.chdir(target)
+    with atomic_folder(Path(), overwrite=True, keep_others=keep_others) as work:
+        write(work, "new")
+    assert Path.cwd() == target
+    assert read(Path()) == "new"
+    assert Path("letter").exists() == keep_others
+    assert left_over(tmp_path) == left_over(target) == []
+
+
+def test_a_mount_point_is_filled_in_place(tmp_path, monkeypatch):
+    target = write_target(tmp_path / "out")
+    real = os.path.ismount
+    monkeypatch.setattr(os.path, "ismount", lambda p: Path(p) == target or real(p))
+    inode = target.stat().st_ino
+    with atomic_folder(target, overwrite=True) as work:
+        assert work.parent == target  # on the same file system
+        write(work, "new")
+    assert read(target) == "new"
+    assert target.stat().st_ino == inode
+    assert left_over(target) == []
+
+
+def test_a_folder_that_appeared_meanwhile_is_not_overwritten(tmp_path):
+    def race():
+        with atomic_folder(tmp_path / "out") as work:
+            write(work, "mine")
+            write_target(tmp_path / "out")
+
+    with pytest.raises(MidusError, match="appeared while it was being made"):
+        race()
+    assert read(tmp_path / "out") == "old"
+
+
+@pytest.mark.parametrize("name", ["br[1]*?", "x" * 250, "with space"])
+def test_unusual_names(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
+    target = write_target(tmp_path / name)
+    with atomic_folder(target, overwrite=True) as work:
+        write(work, "new")
+    assert read(target) == "new"
+    assert left_over(tmp_path) == []
+    target.rename(tmp_path / f".{atomic._short_name(target)}.old-1234")
+    recover(target)
+    assert read(target) == "new"
+
+
+@pytest.mark.parametrize("parent", ["file", "long"])
+def test_impossible_places_are_one_sentence(tmp_path, parent):
+    (tmp_path / "file").touch()
+    target = tmp_path / "file" / "out" if parent == "file" else tmp_path / ("x" * 300)
+    with pytest.raises(MidusError, match="cannot be written"):
+        atomic_folder(target).__enter__()
+
+
+def test_after_a_cut_off_replacement_other_files_are_still_carried_over(tmp_path):
+    target = write_target(tmp_path / "out")
+    (target / "trainer_state.json").touch()
+    target.rename(tmp_path / ".out.old-1234")
+    with atomic_folder(target, keep_others=True) as work:
+        write(work, "new")
+    assert read(target) == "new"
+    assert (target / "trainer_state.json").exists()
+
+
 def test_a_link_to_a_folder_stays_a_link(tmp_path):
     write_target(tmp_path / "real")
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -114,18 +209,24 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path):
 def test_a_full_disk_is_one_sentence_and_changes_nothing(tmp_path):
     target = write_target(tmp_path / "out")
 
-    def fill_the_disk():
+    def fill_the_disk(error):
         with atomic_folder(target, overwrite=True):
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise error
 
-    with pytest.raises(MidusError, match="no space left on the disk"):
-        fill_the_disk()
-    assert read(target) == "old"
+    for error in (
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        ),
+    ):
+        with pytest.raises(MidusError, match="no space left on the disk"):
+            fill_the_disk(error)
+        assert read(target) == "old"
     assert left_over(tmp_path) == []
 
 
 def test_too_little_space_is_noticed_before_writing(tmp_path):
-    with pytest.raises(MidusError, match=r"needs 1000000000.00 GB and the disk has"):
+    with pytest.raises(MidusError, match=r"needs 1,000,000,000,000.0 MB and the disk has"):
         check_space(tmp_path / "out", 10**18)
 
 

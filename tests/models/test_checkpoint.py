@@ -13,7 +13,10 @@ from tiny import MEMORY, every_family, fill_tables, load, prompt_ids, save_base,
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from midus import MidusError, UpscaleConfig, upscale, upscale_checkpoint
+from midus.evaluation.verify import verify
+from midus.models import atomic
 from midus.models.fingerprint import fingerprint
+from midus.models.loading import load_model
 from midus.models.weights import Weights
 from midus.upscaling import merge_delta
 
@@ -225,6 +228,10 @@ def test_a_delta_that_lost_a_tensor_is_refused(tmp_path):
     save_file(tensors, tmp_path / "delta" / "delta.safetensors", {"format": "pt"})
     with pytest.raises(MidusError, match=r"lack 1 tensors.*layers\.4\.memory\.values\.value_proj"):
         load(tmp_path / "delta")
+    with pytest.raises(
+        MidusError, match=r"lacks the tensor .*layers\.4\.memory\.values\.value_proj"
+    ):
+        merge_delta(tmp_path / "delta", tmp_path / "out")
 
 
 def test_base_given_for_a_full_checkpoint_is_refused(tmp_path):
@@ -258,6 +265,141 @@ def test_stored_extras_of_old_checkpoints_are_left_behind(tmp_path):
     assert not info["unexpected_keys"]
     assert not info["missing_keys"]
     assert torch.equal(loaded(prompt_ids()).logits, base(prompt_ids()).logits)
+
+
+@pytest.mark.parametrize("way", ["full", "delta", "merged", "memory"])
+def test_a_head_stored_apart_from_the_embedding_it_claims_to_be(tmp_path, way):
+    """transformers loads such a base untied, so the grown model must be untied too."""
+    save_base(tmp_path / "base", tie_word_embeddings=True)
+    path = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, path, {"format": "pt"})
+    base = load(tmp_path / "base")
+    if way == "memory":
+        model = upscale(base, CONFIG)
+    else:
+        upscale_checkpoint(tmp_path / "base", tmp_path / way, CONFIG, delta=way != "full")
+        if way == "merged":
+            merge_delta(tmp_path / way, tmp_path / "out")
+        model = load(tmp_path / ("out" if way == "merged" else way))
+        assert verify(tmp_path / "base", tmp_path / way, "w5 w6 w7").max_abs_logit_diff == 0
+    assert torch.equal(model(prompt_ids()).logits, base(prompt_ids()).logits)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    fresh = load_model(tmp_path / "base")
+    assert torch.equal(fresh(prompt_ids()).logits, base(prompt_ids()).logits)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_base_saved_without_its_head(tmp_path, delta):
+    """A tied model's bare decoder has everything, under names without `model.`."""
+    base = save_base(tmp_path / "base", tie_word_embeddings=True)
+    for path in (tmp_path / "base").glob("*.safetensors"):
+        path.unlink()
+    base.model.save_pretrained(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "out", CONFIG, delta=delta)
+    model = load(tmp_path / "out")
+    assert torch.equal(model(prompt_ids()).logits, base(prompt_ids()).logits)
+    model.save_pretrained(tmp_path / "again", delta=True, base=tmp_path / "base")
+    assert same_state(load(tmp_path / "again"), model)
+
+
+def test_a_decoder_without_its_head_can_be_saved_as_a_delta(tmp_path):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True)
+    AutoModel.from_pretrained(tmp_path / "delta").save_pretrained(tmp_path / "again", delta=True)
+    assert same_state(load(tmp_path / "again"), load(tmp_path / "delta"))
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_one_changed_row_of_the_base_is_noticed(tmp_path, name):
+    save_base(tmp_path / "base")
+    model = upscale(load(tmp_path / "base"), CONFIG)
+    model.get_parameter(name).data[5] += 1
+    with pytest.raises(MidusError, match="save a full checkpoint instead"):
+        model.save_pretrained(tmp_path / "delta", delta=True)
+
+
+def test_a_failed_save_leaves_the_model_as_it_was(tmp_path, monkeypatch):
+    save_base(tmp_path / "base")
+    save_base(tmp_path / "other", seed=9)
+    model = upscale(load(tmp_path / "base"), CONFIG)
+    before = model.config.to_dict()
+    with pytest.raises(MidusError):
+        model.save_pretrained(tmp_path / "d", delta=True, base=tmp_path / "other")
+    monkeypatch.setattr(atomic, "_put_in_place", lambda *a: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(MidusError, match="cannot be written"):
+        model.save_pretrained(tmp_path / "d", delta=True)
+    monkeypatch.undo()
+    assert model.config.to_dict() == before
+    model.save_pretrained(tmp_path / "full")
+    assert same_state(load(tmp_path / "full"), model)
+    model.save_pretrained(tmp_path / "d", delta=True)
+    assert same_state(load(tmp_path / "d"), model)
+
+
+def test_a_delta_never_replaces_its_base(tmp_path):
+    save_base(tmp_path / "base")
+    model = upscale(load(tmp_path / "base"), CONFIG)
+    with pytest.raises(MidusError, match="which is being read"):
+        model.save_pretrained(tmp_path / "base", delta=True)
+    load(tmp_path / "base")
+
+
+def test_loading_a_delta_leaves_the_given_config_alone(tmp_path):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True)
+    config = AutoConfig.from_pretrained(tmp_path / "delta")
+    for _ in range(2):
+        load(tmp_path / "delta", config=config)
+
+
+def test_a_relative_base_is_recorded_whole(tmp_path, monkeypatch):
+    save_base(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    upscale(load("base"), CONFIG).save_pretrained("delta", delta=True)
+    monkeypatch.chdir("/")
+    load(tmp_path / "delta")
+
+
+def test_a_delta_that_carries_a_base_tensor_is_refused(tmp_path):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "delta", CONFIG, delta=True)
+    tensors = load_file(tmp_path / "delta" / "delta.safetensors")
+    tensors["model.norm.weight"] = torch.zeros(32)
+    save_file(tensors, tmp_path / "delta" / "delta.safetensors", {"format": "pt"})
+    with pytest.raises(MidusError, match="belongs to the base"):
+        load(tmp_path / "delta")
+    with pytest.raises(MidusError, match="belongs to the base"):
+        merge_delta(tmp_path / "delta", tmp_path / "out")
+
+
+def test_saving_keeps_what_others_keep_in_the_folder(tmp_path):
+    save_base(tmp_path / "base")
+    model = upscale(load(tmp_path / "base"), CONFIG)
+    out = tmp_path / "out"
+    out.mkdir()
+    others = ["README.md", "adapter_model.safetensors", "optimizer.pt", "checkpoint-5/state.json"]
+    for name in others:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text(f"mine: {name}")
+    model.save_pretrained(out, max_shard_size="20KB")
+    model.save_pretrained(out)
+    assert [(out / name).read_text() for name in others] == [f"mine: {name}" for name in others]
+    assert sorted(path.name for path in out.glob("model*")) == [
+        "model.safetensors",
+        "modeling_midus.py",
+    ]
+    (out / "README.md").unlink()
+    model.save_pretrained(out)
+    assert "up-scaled with MIDUS" in (out / "README.md").read_text()
+
+
+def test_generation_settings_are_not_shared_with_the_base():
+    base = tiny_base()
+    model = upscale(base, CONFIG)
+    model.generation_config.max_length = 77
+    assert base.generation_config.max_length != 77
 
 
 def test_later_formats_are_refused(tmp_path):
@@ -335,22 +477,27 @@ def test_dtype_can_be_chosen_when_loading_a_delta(tmp_path):
 def test_push_to_hub_uploads_weights_stub_and_card(tmp_path, monkeypatch, way, delta):
     from huggingface_hub import HfApi
 
-    uploaded = {}
+    uploaded, cards = {}, []
 
     def create_repo(self, repo_id, **kwargs):
         return type("Repo", (), {"repo_id": f"me/{repo_id}"})
 
-    def upload_folder(self, *, repo_id, folder_path, **kwargs):
-        uploaded[repo_id] = sorted(path.name for path in folder_path.iterdir())
+    def upload_folder(self, *, repo_id, folder_path, allow_patterns, **kwargs):
+        present = {path.name for path in folder_path.iterdir()}
+        uploaded[repo_id] = sorted(present & set(allow_patterns))
+        cards.append((folder_path / "README.md").read_text())
 
     monkeypatch.setattr(HfApi, "create_repo", create_repo)
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
     save_base(tmp_path / "base")
     model = upscale(load(tmp_path / "base"), CONFIG)
     if way == "method":
-        model.push_to_hub("grown", delta=delta)
+        model.push_to_hub("grown", delta=delta, tags=["mine"], commit_message="now")
     else:
-        model.save_pretrained(tmp_path / "grown", push_to_hub=True, delta=delta)
+        (tmp_path / "grown").mkdir()
+        (tmp_path / "grown" / "secret.env").touch()  # not ours to publish
+        model.save_pretrained(tmp_path / "grown", push_to_hub=True, delta=delta, tags=["mine"])
+    assert '"mine"' in cards[0]
     weights = "delta.safetensors" if delta else "model.safetensors"
     assert uploaded["me/grown"] == sorted(
         ["README.md", "config.json", "generation_config.json", "modeling_midus.py", weights]

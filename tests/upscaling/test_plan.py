@@ -53,5 +53,5 @@ def test_unknown_method_and_family_list_the_known_ones():
 
 
 def test_top_1_is_remarked_upon():
-    assert "keys and q/k/v" in remarks(UpscaleConfig(memory=MemoryConfig(top_k=1)))[0]
-    assert remarks(UpscaleConfig()) == []
+    assert "keys and q/k/v" in remarks(MemoryConfig(top_k=1))[0]
+    assert remarks(MemoryConfig()) == []

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable
+from math import isfinite
 from typing import Any
 
 from rich.console import Console
@@ -11,8 +12,8 @@ from rich.table import Table
 
 _COLOURS = {"base": "", "memory": "bold magenta", "copy": "bold cyan"}
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, markup=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, markup=False)
 
 
 def track(items: Iterable[Any], description: str) -> Iterable[Any]:
@@ -37,7 +38,9 @@ def quieten_libraries() -> None:
 
 
 def print_json(values: dict[str, Any]) -> None:
-    print(json.dumps(values, indent=2))
+    """One JSON object; a number that JSON cannot hold (infinity, NaN) becomes null."""
+    finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
+    print(json.dumps(finite, indent=2, allow_nan=False))
 
 
 def print_stack(blocks: Iterable[Any]) -> None:
@@ -67,3 +70,8 @@ def print_facts(facts: dict[str, Any]) -> None:
     out.print(f"trainable  {params['trainable']:>17,} ({share:.2f} % of the total)")
     out.print(f"total      {params['total']:>17,}")
     out.print(f"slots      {facts['slots']:>17,}")
+
+
+def print_notes(notes: list[str]) -> None:
+    for note in notes:
+        out.print(f"note       {note}", style="yellow")

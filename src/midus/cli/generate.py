@@ -18,7 +18,7 @@ def generate(
     temperature: Annotated[
         float, typer.Option(help="0 takes the likeliest token; more is more random.", min=0.0)
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0, max=2**32 - 1)] = 0,
     base: Annotated[
         str | None, typer.Option(help="Where a delta's base is, if not where it says.")
     ] = None,

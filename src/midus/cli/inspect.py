@@ -5,6 +5,8 @@ from typing import Annotated
 import typer
 
 from midus.cli import options
+from midus.config import UpscaleConfig
+from midus.errors import MidusError
 
 
 def inspect(
@@ -45,11 +47,17 @@ def inspect(
     from midus.cli import console
     from midus.models.families import is_upscaled
     from midus.upscaling.inspect import describe, plan_of, target_config
-    from midus.upscaling.methods import plan_upscaling
+    from midus.upscaling.methods import plan_upscaling, remarks
 
     console.quieten_libraries()
     model_config = target_config(target)
-    if not is_upscaled(model_config.model_type):
+    if is_upscaled(model_config.model_type):
+        if config != UpscaleConfig():
+            raise MidusError(
+                f"{target} is up-scaled already; the options say how a base would be, so leave "
+                "them out"
+            )
+    else:
         _, model_config = plan_upscaling(model_config, config, {})
     facts = describe(model_config)
     if as_json:
@@ -57,3 +65,4 @@ def inspect(
     else:
         console.print_stack(plan_of(model_config).blocks)
         console.print_facts(facts)
+        console.print_notes(remarks(model_config.memory_config))

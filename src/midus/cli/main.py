@@ -48,5 +48,10 @@ def main() -> None:
         sys.stdout.flush()
         print(f"midus: {error}", file=sys.stderr)
         sys.exit(2)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        print(f"midus: {str(error).splitlines()[0]}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

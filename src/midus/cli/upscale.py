@@ -71,14 +71,13 @@ def upscale(
     console.quieten_libraries()
     torch_dtype = dtype_named(dtype) if dtype else None
     check_target(out, overwrite)
-    _, planned = plan_upscaling(read_config(resolve_source(base)), config, {})
+    _, planned = plan_upscaling(read_config(resolve_source(base, config_only=True)), config, {})
     facts = describe(planned)
-    notes = remarks(config)
+    notes = remarks(config.memory)
     if not as_json:
         console.print_stack(plan_of(planned).blocks)
         console.print_facts(facts)
-        for note in notes:
-            console.out.print(f"note       {note}", style="yellow")
+        console.print_notes(notes)
     result: dict[str, object] = {**facts, "notes": notes, "written": False}
     if not dry_run:
         done = upscale_checkpoint(

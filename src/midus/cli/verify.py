@@ -15,7 +15,7 @@ def verify(
     text: Annotated[
         Path | None, typer.Option(help="Text file to read; default: a packaged sample.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="How much of the text to read.")] = 1024,
+    max_tokens: Annotated[int, typer.Option(help="How much of the text to read.", min=2)] = 1024,
     dtype: options.Dtype = None,
     device: options.Device = None,
     as_json: options.AsJson = False,

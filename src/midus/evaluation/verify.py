@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from midus.errors import MidusError
+from midus.models.configuration import read_config
 from midus.models.loading import load_model, load_tokenizer
+from midus.models.sources import resolve_source
 
 Track = Callable[[Iterable[Any], str], Iterable[Any]]
 _ROWS_AT_ONCE = 64
@@ -65,6 +67,8 @@ def verify(
     """
     tokenizer = load_tokenizer(base)
     ids = tokenizer(text if text is not None else sample_text(), return_tensors="pt").input_ids
+    _refuse_foreign_tokens(ids, base)
+    _refuse_foreign_tokens(ids, upscaled)
     windows = [piece for piece in ids[0, :max_tokens].split(window) if len(piece) > 1]
     if not windows:
         raise MidusError("the text has fewer than two tokens; give a longer one")
@@ -99,15 +103,28 @@ def verify(
         num_tokens=num_tokens,
         max_abs_logit_diff=largest,
         mean_kl=divergence / num_tokens,
-        base_perplexity=math.exp(base_nll / num_predicted),
-        upscaled_perplexity=math.exp(nll / num_predicted),
+        base_perplexity=_perplexity(base_nll / num_predicted),
+        upscaled_perplexity=_perplexity(nll / num_predicted),
     )
 
 
-def _base_for(upscaled: str | Path, base: str | Path) -> str | Path | None:
-    from midus.models.configuration import read_config
-    from midus.models.sources import resolve_source
+def _refuse_foreign_tokens(ids: Tensor, source: str | Path) -> None:
+    vocab_size = read_config(resolve_source(source)).vocab_size
+    if ids.numel() and int(ids.max()) >= vocab_size:
+        raise MidusError(
+            f"{source} has a vocabulary of {vocab_size}, and the base's tokenizer gives token "
+            f"{int(ids.max())}; compare models with one tokenizer"
+        )
 
+
+def _perplexity(mean_nll: float) -> float:
+    try:
+        return math.exp(mean_nll)
+    except OverflowError:
+        return math.inf
+
+
+def _base_for(upscaled: str | Path, base: str | Path) -> str | Path | None:
     config = read_config(resolve_source(upscaled))
     return base if getattr(config, "is_delta", False) else None
 

@@ -12,6 +12,8 @@ from midus.config import MemoryConfig
 from midus.models.families import find_family
 
 STUB_NAME = "modeling_midus"
+_MARK = "<!-- This card was written by midus. Without this line it is left alone. -->"
+_LICENCE_FIELDS = ("license", "license_name", "license_link")
 
 
 def auto_map(config: Any) -> dict[str, str]:
@@ -34,15 +36,15 @@ def write_stub(folder: Path, config: Any) -> None:
     )
 
 
-def write_card(folder: Path, config: Any, licence: str | None) -> None:
+def write_card(folder: Path, config: Any, licence: dict[str, str], tags: list[str]) -> None:
     """Writes the model card: settings, base and the base's licence."""
     base = config.base_model.get("id") or "an unnamed base"
     is_hub_id = not Path(base).is_absolute() and base.count("/") == 1
     front = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "license": licence or "other",
-        "tags": ["midus", "depth-up-scaling", "memory-layer"],
+        **(licence or {"license": "other"}),
+        "tags": ["midus", "depth-up-scaling", "memory-layer", *tags],
     }
     if is_hub_id:
         front["base_model"] = base
@@ -72,7 +74,7 @@ def write_card(folder: Path, config: Any, licence: str | None) -> None:
         'model = AutoModelForCausalLM.from_pretrained("path/or/hub-id")',
         "```",
         "",
-        f"The base's licence applies: {licence or 'not stated by the base'}.",
+        f"The base's licence applies: {licence.get('license', 'not stated by the base')}.",
         "",
         "| setting | value |",
         "| --- | --- |",
@@ -81,22 +83,27 @@ def write_card(folder: Path, config: Any, licence: str | None) -> None:
         f"| base revision | {config.base_model.get('revision')} |",
         f"| base fingerprint | {config.base_model.get('fingerprint')} |",
         "",
+        _MARK,
+        "",
     ]
     (folder / "README.md").write_text("\n".join(lines))
 
 
-def read_licence(folder: Path) -> str | None:
-    """The licence a base's model card states."""
+def is_our_card(path: Path) -> bool:
+    """Whether a card may be replaced: it is missing or was written here."""
+    return not path.is_file() or _MARK in path.read_text(errors="replace")
+
+
+def read_licence(folder: Path) -> dict[str, str]:
+    """The licence fields of a base's model card."""
     card = folder / "README.md"
-    if not card.is_file():
-        return None
-    lines = card.read_text(errors="replace").splitlines()
-    if not lines or lines[0].strip() != "---":
-        return None
-    for line in lines[1:]:
-        if line.strip() == "---":
-            break
-        key, _, value = line.partition(":")
-        if key.strip() == "license":
-            return value.strip().strip("\"'") or None
-    return None
+    lines = card.read_text(errors="replace").splitlines() if card.is_file() else []
+    fields: dict[str, str] = {}
+    if lines and lines[0].strip() == "---":
+        for line in lines[1:]:
+            if line.strip() == "---":
+                break
+            key, _, value = line.partition(":")
+            if key in _LICENCE_FIELDS and value.strip():
+                fields[key] = value.strip().strip("\"'")
+    return fields

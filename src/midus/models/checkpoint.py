@@ -6,19 +6,19 @@ fingerprint in its config.
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from midus.errors import MidusError
 from midus.models.card import auto_map, write_card, write_stub
 from midus.models.fingerprint import covers_every_element, fingerprint, is_base_tensor
 from midus.models.sources import resolve_source
-from midus.models.weights import Weights
+from midus.models.weights import Weights, same_tensor
 
 DELTA_NAME = "delta.safetensors"
-_BLOCK = re.compile(r"^((?:model\.)?layers\.)(\d+)\.(.*)$")
+_BLOCK = re.compile(r"^(?:model\.)?layers\.(\d+)\.(.*)$")
+_HEAD = "lm_head.weight"
 
 
 def base_positions(config: Any) -> list[int]:
@@ -27,30 +27,35 @@ def base_positions(config: Any) -> list[int]:
     return [i for i in range(config.num_hidden_layers) if i not in inserted]
 
 
-def split_block_name(name: str) -> tuple[str, int, str] | None:
-    """``model.layers.3.mlp.up_proj.weight`` -> (``model.layers.``, 3, ``mlp.up_proj.weight``)."""
+def split_block_name(name: str) -> tuple[int, str] | None:
+    """``model.layers.3.mlp.up_proj.weight`` -> (3, ``mlp.up_proj.weight``)."""
     match = _BLOCK.match(name)
-    return (match[1], int(match[2]), match[3]) if match else None
+    return (int(match[1]), match[2]) if match else None
+
+
+def full_name(name: str) -> str:
+    """A tensor's name in the causal LM; checkpoints of a bare decoder lack the ``model.``."""
+    return name if name.startswith("model.") or name == _HEAD else f"model.{name}"
 
 
 def renumber(name: str, positions: list[int]) -> str:
     """A base tensor's name in the up-scaled model, where base block i stands at positions[i]."""
     parts = split_block_name(name)
     if parts is None:
-        return name
-    prefix, layer, rest = parts
+        return full_name(name)
+    layer, rest = parts
     if layer >= len(positions):
         raise MidusError(
             f"tensor {name!r} belongs to block {layer}, but the base's config has "
             f"{len(positions)} blocks; config and weights do not fit together"
         )
-    return f"{prefix}{positions[layer]}.{rest}"
+    return f"model.layers.{positions[layer]}.{rest}"
 
 
 def is_inserted(name: str, config: Any) -> bool:
     """Whether a tensor of the up-scaled model belongs to an inserted block."""
     parts = split_block_name(name)
-    return parts is not None and parts[1] in set(config.memory_positions)
+    return parts is not None and parts[0] in set(config.memory_positions)
 
 
 def base_names(base: Weights, config: Any) -> dict[str, str]:
@@ -63,14 +68,26 @@ def base_names(base: Weights, config: Any) -> dict[str, str]:
     }
 
 
-def open_base(config: Any, base: str | Path | None = None) -> Weights:
+def has_tied_head(base: Weights, config: Any) -> bool:
+    """Whether a base's head is its embedding.
+
+    A checkpoint that says so and stores another head all the same is loaded untied by transformers.
+    """
+    if not config.tie_word_embeddings or _HEAD not in base:
+        return bool(config.tie_word_embeddings)
+    embedding = next(name for name in base if full_name(name) == "model.embed_tokens.weight")
+    return same_tensor(base, _HEAD, base, embedding, base[_HEAD].dtype)
+
+
+def open_base(config: Any, base: str | Path | None = None, **download: Any) -> Weights:
     """The base a delta records, or ``base`` instead, checked against the recorded fingerprint."""
     recorded = config.base_model
     source = base or recorded.get("id")
     if not source:
         raise MidusError("this model does not record its base; give the base explicitly")
     try:
-        folder = resolve_source(source, None if base else recorded.get("revision"))
+        revision = None if base else recorded.get("revision")
+        folder = resolve_source(source, revision, **download)
     except MidusError as error:
         if base:
             raise
@@ -89,18 +106,19 @@ def open_base(config: Any, base: str | Path | None = None) -> Weights:
     return weights
 
 
-def write_surroundings(folder: Path, config: Any, licence: str | None) -> None:
+def refuse_foreign_tensors(delta: Iterable[str], config: Any) -> None:
+    """Refuses a delta that would put something else in place of the base's tensors."""
+    for name in delta:
+        if not is_inserted(name, config):
+            raise MidusError(
+                f"{DELTA_NAME} holds {name!r}, which belongs to the base and not to an inserted "
+                "block; fetch the delta again"
+            )
+
+
+def write_surroundings(folder: Path, config: Any, licence: dict[str, str], tags: list[str]) -> None:
     """Writes stub, card and config; the config comes with the classes that load the folder."""
     config.auto_map = auto_map(config)
     write_stub(folder, config)
-    write_card(folder, config, licence)
+    write_card(folder, config, licence, tags)
     config.save_pretrained(folder)
-
-
-def delta_tensors(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The inserted tensors of a model, ready to be written."""
-    return {
-        name: tensor.detach().cpu().contiguous()
-        for name, tensor in state_dict.items()
-        if is_inserted(name, config)
-    }

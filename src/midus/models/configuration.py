@@ -50,6 +50,12 @@ class MidusConfigMixin:
                 f"this checkpoint has midus format {self.midus_format}, and this midus reads up to "
                 f"{FORMAT_VERSION}; upgrade midus"
             )
+        for name, kind in (("memory_positions", list), ("memory", dict), ("upscaling", dict)):
+            if not isinstance(getattr(self, name), kind):
+                raise MidusError(
+                    f"{name}={getattr(self, name)!r} in the config must be a {kind.__name__}; "
+                    "fetch the checkpoint again"
+                )
         super().__post_init__(**kwargs)  # type: ignore[misc]  # the family's config class
 
     @property
@@ -123,7 +129,12 @@ def read_config(folder: Path) -> Any:
         model_type = values.get("model_type")
     except (OSError, ValueError, AttributeError) as error:
         raise MidusError(f"{folder / 'config.json'} cannot be read ({error})") from error
-    find_family(model_type or "of no name")
+    if not isinstance(model_type, str):
+        raise MidusError(
+            f"{folder / 'config.json'} names no model_type (it says {model_type!r}); "
+            "give a Hugging Face model folder"
+        )
+    find_family(model_type)
     try:
         return AutoConfig.from_pretrained(folder)
     except MidusError:

@@ -9,6 +9,7 @@ from midus.errors import MidusError
 from midus.models.checkpoint import DELTA_NAME
 from midus.models.configuration import read_config
 from midus.models.families import is_upscaled
+from midus.models.fitting import refuse_misfit
 from midus.models.sources import resolve_source
 from midus.models.weights import Weights
 
@@ -37,23 +38,30 @@ def load_model(
     folder = resolve_source(source)
     config = read_config(folder)
     is_delta = is_upscaled(config.model_type) and config.is_delta
+    if base and not is_delta:
+        raise MidusError(f"base={str(base)!r} was given, but {source} is no delta; leave it out")
     if is_delta:
         Weights.open_file(folder / DELTA_NAME)
     else:
-        Weights.open_folder(folder)
-    extra = {"base": base} if is_delta and base else {}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype or "auto", output_loading_info=True, **extra
-    )
+        weights = Weights.open_folder(folder)
+        if not getattr(config, "quantization_config", None):
+            refuse_misfit({n: entry.shape for n, entry in weights.items()}, config, source)
+    extra = {"base": base} if base else {}
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", output_loading_info=True, **extra
+        )
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise MidusError(f"{source} cannot be loaded ({reason})") from error
     model, info = loaded
     if info["missing_keys"]:
         raise MidusError(
             f"{source} lacks {len(info['missing_keys'])} tensors of the model, "
             f"{min(info['missing_keys'])} among them; fetch it again"
         )
-    for parameter in model.parameters():
+    for parameter in model.parameters():  # a tied head is the embedding's own parameter
         parameter.data = parameter.data.clone()
-    model.tie_weights()
     return model.to(device).eval()
 
 
@@ -61,6 +69,8 @@ def _checked_device(device: str | None) -> str:
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        if torch.device(device).type == "meta":
+            raise RuntimeError("it has no memory")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().split("\n")[0]

@@ -22,7 +22,10 @@ _CONVERSION = 1
 
 
 def resolve_source(
-    source: str | os.PathLike[str], revision: str | None = None, config_only: bool = False
+    source: str | os.PathLike[str],
+    revision: str | None = None,
+    config_only: bool = False,
+    **download: Any,
 ) -> Path:
     """The local folder of a model given as a folder, hub id, ``.gguf`` file or ``smollm2-135m``.
 
@@ -30,6 +33,7 @@ def resolve_source(
         source: Which model.
         revision: Branch, tag or commit of a hub id.
         config_only: Fetch the config of a hub id and no weights.
+        **download: Passed to the hub's client, such as ``token`` and ``cache_dir``.
     """
     text = os.fspath(source)
     path = Path(text).expanduser()
@@ -45,7 +49,7 @@ def resolve_source(
     if path.exists():
         raise MidusError(f"{path} is a file; give a model folder, a hub id or a .gguf file")
     if _HUB_ID.fullmatch(text):
-        return _checked_folder(_download(text, revision, config_only))
+        return _checked_folder(_download(text, revision, config_only, download))
     raise MidusError(f"{text} does not exist; give a model folder, a hub id or a .gguf file")
 
 
@@ -68,13 +72,22 @@ def _checked_folder(folder: Path) -> Path:
     return folder
 
 
-def _download(hub_id: str, revision: str | None, config_only: bool) -> Path:
+def _download(
+    hub_id: str, revision: str | None, config_only: bool, download: dict[str, Any]
+) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         patterns = [CONFIG_NAME] if config_only else list(_HUB_FILES)
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+        folder = snapshot_download(
+            hub_id,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=["*/*", "consolidated*"],
+            **download,
+        )
+        return Path(folder)
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         reason = str(error).strip().split("\n")[0]
         raise MidusError(

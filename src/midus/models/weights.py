@@ -203,12 +203,12 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise MidusError(
                 f"{index} is not a safetensors index ({error}); fetch it again"
             ) from error
-        if bad := [name for name in names if Path(name).name != name]:
-            raise MidusError(f"{index} points outside its folder ({bad[0]}); do not use it")
+        if bad := [name for name in names if Path(str(name)).name != name]:
+            raise MidusError(f"{index} names {bad[0]!r}, not a file beside it; do not use it")
         return [folder / name for name in sorted(names)]
     if (folder / SINGLE_NAME).is_file():
         return [folder / SINGLE_NAME]

@@ -4,6 +4,7 @@ The new model shares the base's weights (the base stays usable); only the anchor
 copied. Base weights are frozen in the new model.
 """
 
+import copy
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ from midus.config import UpscaleConfig
 from midus.errors import MidusError
 from midus.models.checkpoint import base_positions, renumber, split_block_name
 from midus.models.modeling import CAUSAL_LM_CLASSES
+from midus.models.sources import source_id
 from midus.upscaling.methods import plan_upscaling, remarks
 from midus.upscaling.midus import make_block_tensors
 
@@ -34,12 +36,13 @@ def upscale(model: Any, config: UpscaleConfig | None = None) -> Any:
         model.config,
         config,
         base_model={
-            "id": model.config.name_or_path or None,
+            "id": source_id(model.config.name_or_path) if model.config.name_or_path else None,
             "revision": getattr(model.config, "_commit_hash", None),
         },
     )
-    for remark in remarks(config):
+    for remark in remarks(config.memory):
         warnings.warn(remark, stacklevel=2)
+    new_config.tie_word_embeddings = model.lm_head.weight is model.get_input_embeddings().weight
     new_config._attn_implementation = model.config._attn_implementation
     new_config.dtype = model.dtype
     with torch.device("meta"):
@@ -51,7 +54,7 @@ def upscale(model: Any, config: UpscaleConfig | None = None) -> Any:
     by_block: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in base_state.items():
         if (parts := split_block_name(name)) is not None:
-            by_block.setdefault(parts[1], {})[parts[2]] = tensor
+            by_block.setdefault(parts[0], {})[parts[1]] = tensor
     for position, anchor in zip(plan.positions, plan.anchors, strict=True):
         anchor_tensors = by_block[anchor]
         device = anchor_tensors["self_attn.q_proj.weight"].device
@@ -61,7 +64,7 @@ def upscale(model: Any, config: UpscaleConfig | None = None) -> Any:
     grown.load_state_dict(state, strict=True, assign=True)
     _share_buffers(model, grown)
     grown.tie_weights()
-    grown.generation_config = model.generation_config
+    grown.generation_config = copy.deepcopy(model.generation_config)
     grown.train(model.training)
     grown.freeze_base()
     return grown

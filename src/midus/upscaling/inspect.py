@@ -3,13 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from midus.config import UpscaleConfig
 from midus.models.checkpoint import is_inserted
 from midus.models.configuration import read_config
-from midus.models.families import PREFIX, find_family, is_upscaled
-from midus.models.modeling import CAUSAL_LM_CLASSES
+from midus.models.families import PREFIX, is_upscaled
+from midus.models.fitting import make_meta_model
 from midus.models.shapes import SHAPES, shape_config
 from midus.models.sources import resolve_source
 from midus.upscaling.methods import plan_upscaling
@@ -46,11 +44,8 @@ def plan_of(config: Any) -> StackPlan:
 
 def count_parameters(config: Any) -> tuple[int, int]:
     """All parameters of an up-scaled model, and those of its inserted blocks."""
-    family = find_family(config.model_type)
-    with torch.device("meta"):
-        model = CAUSAL_LM_CLASSES[family.model_type](config)
     total = trainable = 0
-    for name, parameter in model.named_parameters():  # tied ones come once
+    for name, parameter in make_meta_model(config).named_parameters():  # tied ones come once
         total += parameter.numel()
         trainable += parameter.numel() if is_inserted(name, config) else 0
     return total, trainable

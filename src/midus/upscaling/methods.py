@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import torch
 
-from midus.config import UpscaleConfig
+from midus.config import MemoryConfig, UpscaleConfig
 from midus.errors import MidusError
 from midus.models.block import MemoryBlock
 from midus.models.configuration import make_upscaled_config
@@ -35,6 +35,11 @@ def plan_upscaling(
             "the base already has memory blocks; up-scale its own base with more blocks instead"
         )
     find_family(base_config.model_type)
+    if getattr(base_config, "quantization_config", None):
+        raise MidusError(
+            "the base is quantized, and a quantized checkpoint cannot be grown; "
+            "up-scale the unquantized one"
+        )
     plan = METHODS[config.method].make_plan(config, base_config.num_hidden_layers)
     new_config = make_upscaled_config(
         base_config,
@@ -53,9 +58,9 @@ def plan_upscaling(
     return plan, new_config
 
 
-def remarks(config: UpscaleConfig) -> list[str]:
+def remarks(memory: MemoryConfig) -> list[str]:
     """What a user should know about settings that are allowed but surprising."""
-    if config.memory.top_k == 1:
+    if memory.top_k == 1:
         return [
             "top_k=1: the softmax over one slot is constant, so keys and q/k/v of the memory "
             "blocks receive no gradient; only values and head projections will train"

@@ -67,6 +67,6 @@ def copied_names(config: Any, anchor_names: Mapping[str, Any], anchor: int) -> d
     names: dict[str, str] = {}
     for full in anchor_names:
         parts = split_block_name(full)
-        if parts is not None and parts[1] == anchor and parts[2] in wanted:
-            names[parts[2]] = full
+        if parts is not None and parts[0] == anchor and parts[1] in wanted:
+            names[parts[1]] = full
     return names

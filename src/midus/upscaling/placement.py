@@ -39,6 +39,8 @@ def place(placement: str, num_base_layers: int, num_inserted: int) -> list[int]:
         raise MidusError(
             f"placement={placement!r} is unknown; choose one of {', '.join(PLACEMENTS)}"
         )
+    if num_base_layers < 1:
+        raise MidusError(f"the base has {num_base_layers} blocks; there is nothing to grow")
     if not 1 <= num_inserted <= num_base_layers:
         raise MidusError(
             f"num_inserted={num_inserted} is out of range for a base of {num_base_layers} blocks; "

@@ -9,6 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,24 @@ from torch import Tensor
 
 from midus.config import UpscaleConfig
 from midus.errors import MidusError
-from midus.models.atomic import CONFIG_NAME, atomic_folder, check_space, check_target
+from midus.models.atomic import atomic_folder, check_space, check_target, refuse_overlap
 from midus.models.card import read_licence
 from midus.models.checkpoint import (
     DELTA_NAME,
     base_names,
+    has_tied_head,
     open_base,
+    refuse_foreign_tensors,
     split_block_name,
     write_surroundings,
 )
 from midus.models.configuration import read_config
 from midus.models.families import is_upscaled
-from midus.models.fingerprint import fingerprint
+from midus.models.fingerprint import fingerprint, is_base_tensor
+from midus.models.fitting import refuse_misfit
 from midus.models.sources import resolve_source, source_id
 from midus.models.weights import INDEX_NAME, Weights, same_tensor, write_copy
+from midus.upscaling.inspect import count_parameters
 from midus.upscaling.methods import plan_upscaling
 from midus.upscaling.midus import copied_names, make_block_tensors
 from midus.upscaling.plan import StackPlan
@@ -93,22 +98,26 @@ def upscale_checkpoint(
     config = config or UpscaleConfig()
     target = Path(out)
     check_target(target, overwrite)
+    # Settle everything the config decides before any weights are fetched.
+    base_config = read_config(resolve_source(base, config_only=True))
+    plan, new_config = plan_upscaling(base_config, config, {})
     folder = resolve_source(base)
-    _refuse_same_folder(folder, target)
-    base_config = read_config(folder)
+    refuse_overlap(target, folder, Path(base))
     weights = Weights.open_folder(folder)
-    plan, new_config = plan_upscaling(base_config, config, {"id": source_id(base)})
-    _refuse_unlike_config(weights, base_config, folder)
-    dtype = dtype or _main_dtype(weights)
-    tied = base_config.tie_word_embeddings
+    base_config.tie_word_embeddings = new_config.tie_word_embeddings = has_tied_head(
+        weights, base_config
+    )
+    refuse_misfit({name: entry.shape for name, entry in weights.items()}, base_config, folder)
+    dtype = dtype or _main_dtype(weights, folder)
     new_config.base_model = {
         "id": source_id(base),
         "revision": getattr(base_config, "_commit_hash", None),
-        "fingerprint": fingerprint(weights, tied, hash_all),
-        "license": read_licence(folder),
+        "fingerprint": fingerprint(weights, base_config.tie_word_embeddings, hash_all),
+        "licence": read_licence(folder),
     }
     new_config.is_delta = delta
     new_config.dtype = str(dtype).split(".")[1]
+    check_space(target, _num_bytes(weights, new_config, dtype))
 
     inserted: dict[str, Tensor] = {}
     pairs = list(zip(plan.positions, plan.anchors, strict=True))
@@ -116,9 +125,23 @@ def upscale_checkpoint(
         sources = copied_names(new_config, weights, anchor)
         tensors = {name: weights.read(full).to(dtype) for name, full in sources.items()}
         block = make_block_tensors(new_config, position, tensors, config.seed, dtype)
-        prefix = _block_prefix(weights)
-        inserted.update({f"{prefix}{position}.{name}": value for name, value in block.items()})
-    return _write(target, folder, weights, inserted, new_config, plan, dtype, overwrite, track)
+        inserted.update({f"model.layers.{position}.{name}": t for name, t in block.items()})
+
+    equal: int | None = None
+    with atomic_folder(target, overwrite) as work:
+        if delta:
+            _save_tensors(inserted, work / DELTA_NAME)
+            written = Weights.open_file(work / DELTA_NAME)
+        else:
+            _write_full(work, weights, inserted, new_config, dtype, track)
+            written = Weights.open_folder(work)
+            equal = _prove_base(weights, written, new_config, dtype, track)
+        inserted.clear()
+        _copy_companions(folder, work)
+        write_surroundings(work, new_config, new_config.base_model["licence"], [])
+        proven = prove_identity(new_config, lambda position: _read_block(written, position), track)
+        num_bytes = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
+    return StoredUpscaling(target, new_config, plan, proven, equal, num_bytes)
 
 
 def merge_delta(
@@ -141,54 +164,25 @@ def merge_delta(
     target = Path(out)
     check_target(target, overwrite)
     folder = resolve_source(delta)
-    _refuse_same_folder(folder, target)
     config = read_config(folder)
     if not is_upscaled(config.model_type) or not config.is_delta:
         raise MidusError(f"{delta} is not a delta checkpoint; only a delta can be merged")
     weights = open_base(config, base)
+    refuse_overlap(target, folder, *weights.by_file())
     tensors = Weights.open_file(folder / DELTA_NAME)
-    inserted = {name: tensors.read(name) for name in tensors}
+    refuse_foreign_tensors(tensors, config)
+    shapes = {new: weights[old].shape for old, new in base_names(weights, config).items()}
+    shapes |= {name: entry.shape for name, entry in tensors.items()}
+    refuse_misfit(shapes, config, folder)
     config.is_delta = False
     dtype = getattr(torch, str(config.dtype).removeprefix("torch."))
+    check_space(target, _num_bytes(weights, config, dtype))
     with atomic_folder(target, overwrite) as work:
-        check_space(target, weights.num_bytes() + tensors.num_bytes())
+        inserted = {name: tensors.read(name) for name in tensors}
         _write_full(work, weights, inserted, config, dtype, track)
         _copy_companions(folder, work)
-        write_surroundings(work, config, config.base_model.get("license"))
+        write_surroundings(work, config, config.base_model.get("licence") or {}, [])
     return target
-
-
-def _write(
-    target: Path,
-    folder: Path,
-    weights: Weights,
-    inserted: dict[str, Tensor],
-    config: Any,
-    plan: StackPlan,
-    dtype: torch.dtype,
-    overwrite: bool,
-    track: Track,
-) -> StoredUpscaling:
-    inserted_bytes = sum(tensor.nbytes for tensor in inserted.values())
-    full_bytes = sum(
-        _numel(weights[name].shape) * dtype.itemsize for name in base_names(weights, config)
-    )
-    check_space(target, inserted_bytes + (0 if config.is_delta else full_bytes))
-    equal: int | None = None
-    with atomic_folder(target, overwrite) as work:
-        if config.is_delta:
-            _save_tensors(inserted, work / DELTA_NAME)
-            written = Weights.open_file(work / DELTA_NAME)
-        else:
-            _write_full(work, weights, inserted, config, dtype, track)
-            written = Weights.open_folder(work)
-            equal = _prove_base(weights, written, config, dtype, track)
-        inserted.clear()
-        _copy_companions(folder, work)
-        write_surroundings(work, config, config.base_model.get("license"))
-        proven = prove_identity(config, lambda position: _read_block(written, position), track)
-        num_bytes = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
-    return StoredUpscaling(target, config, plan, proven, equal, num_bytes)
 
 
 def _write_full(
@@ -233,8 +227,8 @@ def _read_block(weights: Weights, position: int) -> dict[str, Tensor]:
     tensors = {}
     for name in weights:
         parts = split_block_name(name)
-        if parts is not None and parts[1] == position:
-            tensors[parts[2]] = weights.read(name)
+        if parts is not None and parts[0] == position:
+            tensors[parts[1]] = weights.read(name)
     return tensors
 
 
@@ -252,35 +246,21 @@ def _copy_companions(source: Path, work: Path) -> None:
                 shutil.copyfile(path, work / path.name)
 
 
-def _block_prefix(weights: Weights) -> str:
-    """What stands before a block's number; checkpoints of a bare decoder lack ``model.``."""
-    return next(parts[0] for name in weights if (parts := split_block_name(name)) is not None)
+def _num_bytes(weights: Weights, config: Any, dtype: torch.dtype) -> int:
+    """What the new checkpoint will take on disk, counted before anything is made."""
+    names = {name for name in weights if is_base_tensor(name, config.tie_word_embeddings)}
+    base = 0 if config.is_delta else sum(prod(weights[name].shape) for name in names)
+    return (base + count_parameters(config)[1]) * dtype.itemsize
 
 
-def _main_dtype(weights: Weights) -> torch.dtype:
+def _main_dtype(weights: Weights, folder: Path) -> torch.dtype:
     """The type most of the base's floating-point elements have."""
     counts: Counter[torch.dtype] = Counter()
     for entry in weights.values():
-        if entry.dtype.is_floating_point:
-            counts[entry.dtype] += _numel(entry.shape)
-    return counts.most_common(1)[0][0]
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
-
-
-def _refuse_same_folder(folder: Path, target: Path) -> None:
-    if target.exists() and target.samefile(folder):
-        raise MidusError(f"{target} is the model that is being read; choose another folder")
-
-
-def _refuse_unlike_config(weights: Weights, base_config: Any, folder: Path) -> None:
-    blocks = {parts[1] for name in weights if (parts := split_block_name(name)) is not None}
-    if blocks != set(range(base_config.num_hidden_layers)):
+        if entry.dtype.is_floating_point and entry.dtype.itemsize > 1:
+            counts[entry.dtype] += prod(entry.shape)
+    if not counts:
         raise MidusError(
-            f"{folder} has weights of {len(blocks)} blocks, but its {CONFIG_NAME} says "
-            f"{base_config.num_hidden_layers}; fetch the model again"
+            f"{folder} has no float32, bfloat16 or float16 tensors; up-scale the unquantized model"
         )
-    if not any(name.endswith("embed_tokens.weight") for name in weights):
-        raise MidusError(f"{folder} has no embedding weights; fetch the model again")
+    return counts.most_common(1)[0][0]
