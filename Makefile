@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO := runs/demo
 
-.PHONY: demo test check unit wheel bench clean
+.PHONY: demo test test-gpu check unit wheel bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,10 @@ check: $(INSTALLED)
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 -m 'not gpu'
+
+# On a machine with a CUDA device.
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu
 
 # The wheel holds everything: installed on its own, the command works and finds its data.
 wheel: $(INSTALLED)

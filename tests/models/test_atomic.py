@@ -35,6 +35,20 @@ def test_a_folder_appears_when_it_is_whole(tmp_path):
     assert left_over(target.parent) == []
 
 
+def test_everything_is_on_disk_before_it_is_renamed(tmp_path, monkeypatch):
+    events = []
+    fsync, rename = atomic.fsync, os.rename
+    monkeypatch.setattr(atomic, "fsync", lambda path: (events.append(path.name), fsync(path)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append(Path(b).name), rename(a, b)))
+    with atomic_folder(tmp_path / "out") as work:
+        write(work, "new")
+    before = events[: events.index("out")]
+    # The config waits under another name until the weights and the folder are synced.
+    assert before.index("model.safetensors") < before.index("config.json")
+    assert before[-2:] == ["config.json", work.name]
+    assert events[-1] == tmp_path.name
+
+
 def test_an_error_leaves_nothing(tmp_path):
     def fail():
         with atomic_folder(tmp_path / "out") as work:

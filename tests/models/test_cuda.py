@@ -1,0 +1,61 @@
+"""The claims of test_modeling.py on a CUDA device: `make test-gpu`."""
+
+import pytest
+import torch
+from tiny import MEMORY, TOLERANCE, every_family, grown, prompt_ids, relative_error, tiny_base
+
+from midus import UpscaleConfig, upscale
+
+pytestmark = pytest.mark.gpu
+
+
+@every_family
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grown_model_starts_as_the_base(family, dtype):
+    base = tiny_base(family).to("cuda", dtype)
+    model = upscale(base, UpscaleConfig(memory=MEMORY))
+    assert {p.device.type for p in model.parameters()} == {"cuda"}
+    ids = prompt_ids(2, 20).cuda()
+    assert torch.equal(model(ids).logits, base(ids).logits)
+
+
+@every_family
+def test_cached_generation_equals_uncached(family):
+    model = grown(family).cuda()
+    ids = prompt_ids(2).cuda()
+    outputs = [
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=8,
+            min_new_tokens=8,
+            use_cache=use_cache,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        for use_cache in (True, False)
+    ]
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    logits = [torch.stack(output.logits) for output in outputs]
+    assert relative_error(logits[0], logits[1]) < TOLERANCE[torch.float32]
+
+
+def test_compiled_fullgraph_equals_eager():
+    model = grown().cuda()
+    ids = prompt_ids(2).cuda()
+    with torch.no_grad():
+        eager = model(ids, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True)(ids, use_cache=False).logits
+    assert relative_error(compiled, eager) < TOLERANCE[torch.float32]
+
+
+def test_gradients_match_the_cpu():
+    ids = prompt_ids(2)
+    grads = []
+    for device in ("cpu", "cuda"):
+        model = grown().to(device)
+        model(ids.to(device), labels=ids.to(device), use_cache=False).loss.backward()
+        grads.append({n: p.grad.cpu() for n, p in model.named_parameters() if p.requires_grad})
+    for name, expected in grads[0].items():
+        assert relative_error(grads[1][name], expected) < 1e-3, name
