@@ -72,7 +72,7 @@ def test_bad_options(midus, base, tmp_path, options, parts):
         ({"vocab_size": 120}, "of shape [99, 32], and its config calls for [120, 32]"),
         ({"hidden_size": 64}, "and its config calls for"),
         ({"num_hidden_layers": 3}, "belongs to block 3, but the base's config has 3 blocks"),
-        ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"head_dim": 7}, "head_dim"),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, "not a multiple of the number of"),
         ({"num_hidden_layers": 6}, "lacks the tensor 'model.layers.4.self_attn.q_proj.weight'"),
     ],
