@@ -9,41 +9,17 @@ from midus.config import UpscaleConfig
 from midus.errors import MidusError
 
 
+@options.with_upscale_options
 def inspect(
     target: Annotated[
         str,
         typer.Argument(help="Checkpoint folder, hub id, or a built-in shape such as llama-3.1-8b."),
     ],
-    method: options.Method = "midus",
-    memory: options.Memory = "hml",
-    inserted: options.Inserted = None,
-    placement: options.Placement = None,
-    positions: options.Positions = None,
-    num_subkeys: options.NumSubkeys = 64,
-    top_k: options.TopK = 4,
-    latent_dim: options.LatentDim = None,
-    query_norm: options.QueryNorm = "none",
-    attention_residual: options.AttentionResidual = False,
-    attn_output_proj: options.AttnOutputProj = False,
-    memory_output_proj: options.MemoryOutputProj = False,
+    *,
     as_json: options.AsJson = False,
+    config: UpscaleConfig,
 ) -> None:
     """Print stack, parameters and slots. The options say how a base would be up-scaled."""
-    config = options.make_upscale_config(
-        method=method,
-        memory=memory,
-        inserted=inserted,
-        placement=placement,
-        positions=positions,
-        num_subkeys=num_subkeys,
-        top_k=top_k,
-        latent_dim=latent_dim,
-        query_norm=query_norm,
-        attention_residual=attention_residual,
-        attn_output_proj=attn_output_proj,
-        memory_output_proj=memory_output_proj,
-        seed=0,
-    )
     from midus.cli import console
     from midus.models.families import is_upscaled
     from midus.upscaling.inspect import describe, plan_of, target_config

@@ -1,36 +1,19 @@
-"""Options that several commands share; their help comes from the config fields they set."""
+"""Options that several commands share.
 
-from typing import Annotated, Any
+The options of an up-scaling are the fields of its config: `with_upscale_options` turns each field,
+its type, default and docstring, into an option, and hands the command the config they make up.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from midus.config import MemoryConfig, UpscaleConfig, field_help
 from midus.errors import MidusError
-
-_UPSCALE = field_help(UpscaleConfig)
-_MEMORY = field_help(MemoryConfig)
-
-Method = Annotated[str, typer.Option(help=_UPSCALE["method"])]
-Memory = Annotated[str, typer.Option(help=_MEMORY["kind"])]
-Inserted = Annotated[int | None, typer.Option(help=_UPSCALE["num_inserted"])]
-Placement = Annotated[str | None, typer.Option(help=_UPSCALE["placement"])]
-Positions = Annotated[str | None, typer.Option(help=_UPSCALE["positions"] + " As in 1,4,7.")]
-NumSubkeys = Annotated[int, typer.Option(help=_MEMORY["num_subkeys"])]
-TopK = Annotated[int, typer.Option(help=_MEMORY["top_k"])]
-LatentDim = Annotated[int | None, typer.Option(help=_MEMORY["latent_dim"])]
-QueryNorm = Annotated[str, typer.Option(help=_MEMORY["query_norm"])]
-AttentionResidual = Annotated[
-    bool, typer.Option("--attention-residual", help=_MEMORY["attention_residual"])
-]
-AttnOutputProj = Annotated[
-    bool, typer.Option("--attn-output-proj", help=_MEMORY["attn_output_proj"])
-]
-MemoryOutputProj = Annotated[
-    bool, typer.Option("--memory-output-proj", help=_MEMORY["memory_output_proj"])
-]
-KeyInit = Annotated[str, typer.Option(help=_MEMORY["key_init"])]
-ValueProjInit = Annotated[str, typer.Option(help=_MEMORY["value_proj_init"])]
-Seed = Annotated[int, typer.Option(help=_UPSCALE["seed"])]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Overwrite = Annotated[
@@ -43,26 +26,59 @@ Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1 ...; default: the GPU if there is one.")
 ]
 
+# Where the command line's word is shorter than the field's name.
+_OPTION_NAMES = {"num_inserted": "inserted", "kind": "memory"}
 
-def make_upscale_config(
-    *,
-    positions: str | None,
-    inserted: int | None,
-    seed: int,
-    method: str,
-    placement: str | None,
-    memory: str,
-    **memory_options: Any,
-) -> UpscaleConfig:
-    """The config that the options of `upscale` and `inspect` describe."""
-    return UpscaleConfig(
-        method=method,
-        num_inserted=inserted,
-        placement=placement,
-        positions=_parse_positions(positions),
-        memory=MemoryConfig(kind=memory, **memory_options),
-        seed=seed,
-    )
+
+def with_upscale_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of an up-scaling and passes them to it as ``config``."""
+    added = _parameters()
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        chosen = {parameter.name: kwargs.pop(parameter.name) for parameter in added}
+        command(*args, config=_make_config(chosen), **kwargs)
+
+    signature = inspect.signature(command)
+    own = [p for p in signature.parameters.values() if p.name != "config"]
+    signature = signature.replace(parameters=[*own, *added])
+    wrapper.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
+    wrapper.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    return wrapper
+
+
+def _parameters() -> list[inspect.Parameter]:
+    parameters = []
+    for cls in (UpscaleConfig, MemoryConfig):
+        types, texts = get_type_hints(cls), field_help(cls)
+        for field in fields(cls):
+            if types[field.name] is MemoryConfig:
+                continue  # its own fields follow
+            name = _OPTION_NAMES.get(field.name, field.name)
+            kind, text = types[field.name], texts[field.name]
+            if field.name == "positions":
+                kind, text = str | None, f"{text} As in 1,4,7."
+            flag = [f"--{name.replace('_', '-')}"] if kind is bool else []
+            parameters.append(
+                inspect.Parameter(
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=field.default,
+                    annotation=Annotated[kind, typer.Option(*flag, help=text)],
+                )
+            )
+    return parameters
+
+
+def _make_config(chosen: dict[str, Any]) -> UpscaleConfig:
+    def values(cls: type) -> dict[str, Any]:
+        names = {f.name: _OPTION_NAMES.get(f.name, f.name) for f in fields(cls)}
+        return {field: chosen[option] for field, option in names.items() if option in chosen}
+
+    upscaling = values(UpscaleConfig)
+    upscaling["positions"] = _parse_positions(chosen["positions"])
+    upscaling["memory"] = MemoryConfig(**values(MemoryConfig))
+    return UpscaleConfig(**upscaling)
 
 
 def _parse_positions(text: str | None) -> tuple[int, ...] | None:

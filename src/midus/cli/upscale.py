@@ -6,59 +6,31 @@ from typing import Annotated
 import typer
 
 from midus.cli import options
+from midus.config import UpscaleConfig
 
 
+@options.with_upscale_options
 def upscale(
     base: Annotated[
         str, typer.Argument(help="Model folder, hub id, .gguf file, or smollm2-135m (embedded).")
     ],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    method: options.Method = "midus",
-    memory: options.Memory = "hml",
-    inserted: options.Inserted = None,
-    placement: options.Placement = None,
-    positions: options.Positions = None,
-    num_subkeys: options.NumSubkeys = 64,
-    top_k: options.TopK = 4,
-    latent_dim: options.LatentDim = None,
-    query_norm: options.QueryNorm = "none",
-    attention_residual: options.AttentionResidual = False,
-    attn_output_proj: options.AttnOutputProj = False,
-    memory_output_proj: options.MemoryOutputProj = False,
-    key_init: options.KeyInit = "uniform",
-    value_proj_init: options.ValueProjInit = "normal",
+    *,
     delta: Annotated[
         bool, typer.Option("--delta/--full", help="Write the inserted tensors only, or all.")
     ] = False,
     hash_all: Annotated[
         bool, typer.Option("--hash-all", help="Fingerprint every element of the base.")
     ] = False,
-    seed: options.Seed = 0,
     dtype: options.Dtype = None,
     overwrite: options.Overwrite = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be made; read no weights.")
     ] = False,
     as_json: options.AsJson = False,
+    config: UpscaleConfig,
 ) -> None:
     """Insert blocks into a stored model and prove that it still computes the same."""
-    config = options.make_upscale_config(
-        method=method,
-        memory=memory,
-        inserted=inserted,
-        placement=placement,
-        positions=positions,
-        num_subkeys=num_subkeys,
-        top_k=top_k,
-        latent_dim=latent_dim,
-        query_norm=query_norm,
-        attention_residual=attention_residual,
-        attn_output_proj=attn_output_proj,
-        memory_output_proj=memory_output_proj,
-        key_init=key_init,
-        value_proj_init=value_proj_init,
-        seed=seed,
-    )
     from midus.cli import console
     from midus.models.atomic import check_target
     from midus.models.configuration import read_config
