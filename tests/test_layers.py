@@ -20,7 +20,7 @@ ARROWS = {
     "upscaling": {"models", "memory", *LEAVES},
     "evaluation": {"models", *LEAVES},
     "cli": {"evaluation", "upscaling", "models", "midus", *LEAVES},
-    "midus": {"registration", "upscaling", *LEAVES},
+    "midus": {"registration", "upscaling", "models", *LEAVES},
 }
 
 

@@ -12,6 +12,8 @@ from midus.registration import register_with_transformers
 if TYPE_CHECKING:
     from midus.config import MemoryConfig, UpscaleConfig
     from midus.errors import MidusError
+    from midus.models.delta import save_delta
+    from midus.models.loading import load_model
     from midus.upscaling import upscale, upscale_checkpoint
 
 __version__ = "0.1.0"
@@ -20,6 +22,8 @@ _PUBLIC = {
     "MemoryConfig": "midus.config",
     "MidusError": "midus.errors",
     "UpscaleConfig": "midus.config",
+    "load_model": "midus.models.loading",
+    "save_delta": "midus.models.delta",
     "upscale": "midus.upscaling",
     "upscale_checkpoint": "midus.upscaling",
 }
@@ -29,6 +33,8 @@ __all__ = [
     "MidusError",
     "UpscaleConfig",
     "__version__",
+    "load_model",
+    "save_delta",
     "upscale",
     "upscale_checkpoint",
 ]

@@ -13,6 +13,7 @@ from typing import Any
 from midus.errors import MidusError
 
 QUERY_NORMS = ("none", "batch", "layer")
+VALUE_KINDS = ("hive", "shared", "independent")
 KEY_INITS = ("uniform", "normal")
 VALUE_PROJ_INITS = ("normal", "identity")
 # Far beyond any use, and small enough that no product of sizes overflows.
@@ -47,19 +48,23 @@ class MemoryConfig:
     """The memory layer of every inserted block (paper, Section 4.2)."""
 
     kind: str = "hml"
-    """Memory layer: hml is the paper's head-wise memory layer."""
+    """Memory layer: hml (the paper's), linear, pkm or ultramem."""
     num_subkeys: int = 64
     """Row and column sub-keys per head (paper: n); a head addresses n * n slots."""
     top_k: int = 4
     """Slots retrieved per head and token (paper: k)."""
     latent_dim: int | None = None
-    """Width of the shared latent value table (paper: r); default: the width one head writes."""
+    """Width of HML's latent value table (paper: r); default: the width one head writes."""
+    values: str = "hive"
+    """HML's values: hive, shared (one bank for all heads) or independent (one bank a head)."""
     query_norm: str = "none"
     """Norm on the memory queries: none, batch (BatchNorm1d) or layer (LayerNorm per head)."""
-    attention_residual: bool = False
-    """Add the block's input to the attention output before the memory reads it."""
-    attn_output_proj: bool = False
-    """Keep the attention's output projection, copied from the anchor, before the memory."""
+    attention_residual: bool | None = None
+    """Add the block's input to the attention before the memory; default: all but hml."""
+    attn_output_proj: bool | None = None
+    """Keep the attention's output projection before the memory; default: all but hml."""
+    query_proj: bool | None = None
+    """Project what the memory reads into queries; default: all but hml."""
     memory_output_proj: bool = False
     """Add a linear map after the memory, started as the identity (beyond the paper)."""
     key_init: str = "uniform"
@@ -77,14 +82,20 @@ class MemoryConfig:
                 f"top_k={self.top_k} is more than num_subkeys={self.num_subkeys}; "
                 "lower top_k or raise num_subkeys"
             )
+        _one_of("values", self.values, VALUE_KINDS)
+        if self.kind != "hml" and (self.values != "hive" or self.latent_dim is not None):
+            raise MidusError(
+                f"values={self.values!r} and latent_dim={self.latent_dim} are options of hml; "
+                f"leave them out for memory layer {self.kind!r}"
+            )
+        # The other layers read a(x) = x + Attn(LN(x)) through a query projection (Eq. 2); HML
+        # reads the head outputs as they are.
+        for name in ("attention_residual", "attn_output_proj", "query_proj"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, self.kind != "hml")
         _one_of("query_norm", self.query_norm, QUERY_NORMS)
         _one_of("key_init", self.key_init, KEY_INITS)
         _one_of("value_proj_init", self.value_proj_init, VALUE_PROJ_INITS)
-
-    @property
-    def num_slots(self) -> int:
-        """Slots one head can address (paper: N)."""
-        return self.num_subkeys**2
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -100,7 +111,7 @@ class UpscaleConfig:
     """How a base model grows: method, where the new blocks stand, and what is in them."""
 
     method: str = "midus"
-    """Up-scaling method: midus inserts memory blocks."""
+    """Up-scaling method: midus inserts memory blocks; `midus methods` lists the others."""
     num_inserted: int | None = None
     """Number of inserted blocks (paper: D); default: half of the base's blocks."""
     placement: str | None = None
@@ -111,11 +122,28 @@ class UpscaleConfig:
     """The memory layer of the inserted blocks."""
     seed: int = 0
     """Seed of everything that starts at random in the inserted blocks."""
+    ot_reg: float = 0.06
+    """opt_deus: strength of the entropic regularisation."""
+    ot_max_iter: int = 10_000
+    """opt_deus: most Sinkhorn iterations per transport problem."""
+    ot_tolerance: float = 1e-9
+    """opt_deus: error of the marginals at which a problem counts as solved."""
+    ot_normalize_cost: bool = False
+    """opt_deus: divide each cost matrix by its largest entry."""
+    ot_rescale: bool = False
+    """opt_deus: multiply each plan by its number of rows, as the method it builds on does."""
+    lesa_epochs: int = 10
+    """lesa: passes over the training pairs of each predictor."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model."""
         _whole_number("num_inserted", self.num_inserted, 1, _LARGEST_SIZE)
         _whole_number("seed", self.seed, 0, 2**32 - 1)
+        _whole_number("ot_max_iter", self.ot_max_iter, 1, 10**9)
+        _whole_number("lesa_epochs", self.lesa_epochs, 1, 10**6)
+        for name in ("ot_reg", "ot_tolerance"):
+            if not getattr(self, name) > 0:
+                raise MidusError(f"{name}={getattr(self, name)!r} must be more than 0")
         if not isinstance(self.memory, MemoryConfig):
             raise MidusError(f"memory={self.memory!r} must be a MemoryConfig")
         if self.positions is None:

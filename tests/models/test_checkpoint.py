@@ -392,7 +392,7 @@ def test_saving_keeps_what_others_keep_in_the_folder(tmp_path):
     ]
     (out / "README.md").unlink()
     model.save_pretrained(out)
-    assert "up-scaled with MIDUS" in (out / "README.md").read_text()
+    assert "up-scaled with midus" in (out / "README.md").read_text()
 
 
 def test_generation_settings_are_not_shared_with_the_base():
@@ -500,5 +500,12 @@ def test_push_to_hub_uploads_weights_stub_and_card(tmp_path, monkeypatch, way, d
     assert '"mine"' in cards[0]
     weights = "delta.safetensors" if delta else "model.safetensors"
     assert uploaded["me/grown"] == sorted(
-        ["README.md", "config.json", "generation_config.json", "modeling_midus.py", weights]
+        [
+            "README.md",
+            "config.json",
+            "generation_config.json",
+            "midus.json",
+            "modeling_midus.py",
+            weights,
+        ]
     )

@@ -59,8 +59,9 @@ def print_facts(facts: dict[str, Any]) -> None:
     """What `inspect` and `upscale` say of a model."""
     params = facts["params"]
     share = 100 * params["trainable"] / params["total"]
+    memory = f" with {facts['memory']}" if facts["memory"] else ""
     out.print(
-        f"{facts['family']}, {facts['method']} with {facts['memory']}: "
+        f"{facts['family']}, {facts['method']}{memory}: "
         f"{facts['num_base_layers']} base + {facts['num_inserted']} inserted = "
         f"{facts['num_hidden_layers']} blocks"
     )
@@ -75,3 +76,24 @@ def print_facts(facts: dict[str, Any]) -> None:
 def print_notes(notes: list[str]) -> None:
     for note in notes:
         out.print(f"note       {note}", style="yellow")
+
+
+def print_proof(done: Any, base: str) -> None:
+    """What an up-scaling was shown to preserve, or that it preserves nothing."""
+    if done.identity_blocks is None:
+        out.print(
+            f"changed    this method does not preserve the function; by how much: "
+            f"midus verify {base} {done.folder}",
+            style="yellow",
+        )
+        return
+    tensors = (
+        f"{done.equal_base_tensors} base tensors are byte-equal"
+        if done.equal_base_tensors is not None
+        else "the base's tensors are used as they are"
+    )
+    out.print(
+        f"preserved  {done.identity_blocks} of {done.identity_blocks} inserted blocks return their "
+        f"input bit for bit; {tensors}",
+        style="green",
+    )

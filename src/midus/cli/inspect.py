@@ -22,12 +22,13 @@ def inspect(
     """Print stack, parameters and slots. The options say how a base would be up-scaled."""
     from midus.cli import console
     from midus.models.families import is_upscaled
+    from midus.models.record import record_of
     from midus.upscaling.inspect import describe, plan_of, target_config
     from midus.upscaling.methods import plan_upscaling, remarks
 
     console.quieten_libraries()
     model_config = target_config(target)
-    if is_upscaled(model_config.model_type):
+    if record_of(model_config):
         if config != UpscaleConfig():
             raise MidusError(
                 f"{target} is up-scaled already; the options say how a base would be, so leave "
@@ -41,4 +42,5 @@ def inspect(
     else:
         console.print_stack(plan_of(model_config).blocks)
         console.print_facts(facts)
-        console.print_notes(remarks(model_config.memory_config))
+        if is_upscaled(model_config.model_type):
+            console.print_notes(remarks(model_config.memory_config))

@@ -58,7 +58,8 @@ def _parameters() -> list[inspect.Parameter]:
             kind, text = types[field.name], texts[field.name]
             if field.name == "positions":
                 kind, text = str | None, f"{text} As in 1,4,7."
-            flag = [f"--{name.replace('_', '-')}"] if kind is bool else []
+            dashed = name.replace("_", "-")
+            flag = {bool: [f"--{dashed}"], bool | None: [f"--{dashed}/--no-{dashed}"]}.get(kind, [])
             parameters.append(
                 inspect.Parameter(
                     name,

@@ -45,7 +45,7 @@ def upscale(
     check_target(out, overwrite)
     _, planned = plan_upscaling(read_config(resolve_source(base, config_only=True)), config, {})
     facts = describe(planned)
-    notes = remarks(config.memory)
+    notes = remarks(config.memory) if config.method == "midus" else []
     if not as_json:
         console.print_stack(plan_of(planned).blocks)
         console.print_facts(facts)
@@ -73,15 +73,6 @@ def upscale(
         }
         if not as_json:
             console.out.print(f"written    {done.folder} ({done.num_bytes / 1e6:,.1f} MB)")
-            tensors = (
-                f"; {done.equal_base_tensors} base tensors are byte-equal"
-                if done.equal_base_tensors is not None
-                else "; the base's tensors are used as they are"
-            )
-            console.out.print(
-                f"preserved  {done.identity_blocks} of {done.identity_blocks} inserted blocks "
-                f"return their input bit for bit{tensors}",
-                style="green",
-            )
+            console.print_proof(done, base)
     if as_json:
         console.print_json(result)

@@ -14,6 +14,7 @@ from torch import Tensor
 from midus.errors import MidusError
 from midus.models.configuration import read_config
 from midus.models.loading import load_model, load_tokenizer
+from midus.models.record import is_delta
 from midus.models.sources import resolve_source
 
 Track = Callable[[Iterable[Any], str], Iterable[Any]]
@@ -126,7 +127,7 @@ def _perplexity(mean_nll: float) -> float:
 
 def _base_for(upscaled: str | Path, base: str | Path) -> str | Path | None:
     config = read_config(resolve_source(upscaled))
-    return base if getattr(config, "is_delta", False) else None
+    return base if is_delta(config) else None
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ H * N * head_width numbers; HIVE stores N * latent_dim + H * latent_dim * head_w
 import torch
 from torch import Tensor, nn
 
-from midus.memory.base import MemoryModule
+from midus.memory.module import MemoryModule
 from midus.ops import weighted_gather
 
 
@@ -53,3 +53,35 @@ class HiveValues(MemoryModule):
         latent = weighted_gather(self.latent_values, slot_idx, weights)  # [B, T, H, R]
         # Project after the weighted sum: one R x O product per head instead of K of them.
         return torch.einsum("...hr,hro->...ho", latent, self.value_proj)  # [B, T, H, O]
+
+
+class SharedValues(MemoryModule):
+    """One realized bank for all heads: the paper's shared family (Section 4.3, V_sh)."""
+
+    def __init__(self, num_slots: int, head_width: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.empty(num_slots, head_width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.values)
+
+    def forward(self, slot_idx: Tensor, weights: Tensor) -> Tensor:
+        return weighted_gather(self.values, slot_idx, weights)  # [B, T, H, O]
+
+
+class IndependentValues(MemoryModule):
+    """A realized bank for each head: the paper's head-specific family (Section 4.3, V_h)."""
+
+    def __init__(self, num_slots: int, num_heads: int, head_width: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.empty(num_heads, num_slots, head_width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.values)
+
+    def forward(self, slot_idx: Tensor, weights: Tensor) -> Tensor:
+        num_heads, num_slots, _ = self.values.shape
+        own = torch.arange(num_heads, device=slot_idx.device).unsqueeze(-1) * num_slots
+        return weighted_gather(self.values.flatten(0, 1), slot_idx + own, weights)  # [B, T, H, O]

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from midus.errors import MidusError
 from midus.memory.base import MemoryLayer
-from midus.memory.hive import HiveValues
+from midus.memory.hive import HiveValues, IndependentValues, SharedValues
 from midus.memory.keys import ProductKeys
-from midus.memory.query_norm import make_query_norm
 
 if TYPE_CHECKING:
     from midus.config import MemoryConfig
@@ -30,26 +29,23 @@ class HeadwiseMemory(MemoryLayer):
                 f"hidden_size={hidden_size} is not divisible by num_heads={num_heads}; "
                 "the head-wise memory layer gives every head an equal slice of the output"
             )
-        self.query_dim = attended_dim // num_heads
-        if self.query_dim % 2:
-            raise MidusError(
-                f"head_dim={self.query_dim} is odd; product keys split each head's query into a "
-                "row half and a column half, so use a base with an even head_dim"
-            )
-        self.query_norm = make_query_norm(config.query_norm, num_heads, self.query_dim)
+        self.require_even_queries()
+        self.num_slots = config.num_subkeys**2
         self.keys = ProductKeys(
             num_heads, config.num_subkeys, self.query_dim, config.top_k, config.key_init
         )
-        self.values = HiveValues(
-            config.num_slots,
-            num_heads,
-            hidden_size // num_heads,
-            config.latent_dim,
-            config.value_proj_init,
-        )
+        head_width = hidden_size // num_heads
+        self.values: HiveValues | SharedValues | IndependentValues
+        if config.values == "hive":
+            self.values = HiveValues(
+                self.num_slots, num_heads, head_width, config.latent_dim, config.value_proj_init
+            )
+        elif config.values == "shared":
+            self.values = SharedValues(self.num_slots, head_width)
+        else:
+            self.values = IndependentValues(self.num_slots, num_heads, head_width)
 
     def forward(self, attended: Tensor) -> Tensor:
-        queries = attended.unflatten(-1, (self.num_heads, self.query_dim))  # [B, T, H, E]
-        slot_idx, weights = self.keys(self.query_norm(queries))  # [B, T, H, K] each
+        slot_idx, weights = self.keys(self.make_queries(attended))  # [B, T, H, K] each
         head_values: Tensor = self.values(slot_idx, weights)  # [B, T, H, O]
         return head_values.flatten(-2)  # [B, T, D]

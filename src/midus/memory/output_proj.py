@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from midus.memory.base import MemoryModule
+from midus.memory.module import MemoryModule
 
 
 class MemoryOutputProj(MemoryModule):

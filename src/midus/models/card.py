@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from midus.config import MemoryConfig
-from midus.models.families import find_family
+from midus.models.families import find_family, is_upscaled
+from midus.models.record import base_of, inserted_positions, num_base_layers, record_of
 
 STUB_NAME = "modeling_midus"
 _MARK = "<!-- This card was written by midus. Without this line it is left alone. -->"
@@ -38,37 +39,39 @@ def write_stub(folder: Path, config: Any) -> None:
 
 def write_card(folder: Path, config: Any, licence: dict[str, str], tags: list[str]) -> None:
     """Writes the model card: settings, base and the base's licence."""
-    base = config.base_model.get("id") or "an unnamed base"
+    record = record_of(config)
+    base_model = base_of(config)
+    base = base_model.get("id") or "an unnamed base"
     is_hub_id = not Path(base).is_absolute() and base.count("/") == 1
     front = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         **(licence or {"license": "other"}),
-        "tags": ["midus", "depth-up-scaling", "memory-layer", *tags],
+        "tags": ["midus", "depth-up-scaling", *tags],
     }
     if is_hub_id:
         front["base_model"] = base
-    memory = MemoryConfig.from_dict(config.memory)
-    settings = {
-        "method": config.upscaling.get("method", "midus"),
-        "placement": config.upscaling.get("placement"),
-        "seed": config.upscaling.get("seed"),
-        **memory.to_dict(),
-    }
+    settings = {key: record.get(key) for key in ("method", "placement", "seed", "trainable")}
+    has_memory = is_upscaled(config.model_type)
+    if has_memory:
+        settings |= MemoryConfig.from_dict(config.memory).to_dict()
     name = base if is_hub_id else Path(base).name
-    kind = "delta (the inserted tensors only)" if config.is_delta else "full"
+    kind = "delta (the inserted tensors only)" if record.get("is_delta") else "full"
+    positions = inserted_positions(config)
+    inserted = "memory blocks" if has_memory else "copied blocks"
+    load = ["import midus", ""] if has_memory else []
     lines = [
         "---",
         *(f"{key}: {json.dumps(value)}" for key, value in front.items()),
         "---",
         "",
-        f"# {name}, up-scaled with MIDUS",
+        f"# {name}, up-scaled with {record.get('method')}",
         "",
-        f"{config.num_base_layers} blocks of the base and {len(config.memory_positions)} memory "
-        f"blocks at {config.memory_positions}; checkpoint: {kind}.",
+        f"{num_base_layers(config)} blocks of the base and {len(positions)} {inserted} at "
+        f"{positions}; checkpoint: {kind}.",
         "",
         "```python",
-        "import midus",
+        *load,
         "from transformers import AutoModelForCausalLM",
         "",
         'model = AutoModelForCausalLM.from_pretrained("path/or/hub-id")',
@@ -80,8 +83,8 @@ def write_card(folder: Path, config: Any, licence: dict[str, str], tags: list[st
         "| --- | --- |",
         *(f"| {key} | {value} |" for key, value in settings.items()),
         f"| base | {name} |",
-        f"| base revision | {config.base_model.get('revision')} |",
-        f"| base fingerprint | {config.base_model.get('fingerprint')} |",
+        f"| base revision | {base_model.get('revision')} |",
+        f"| base fingerprint | {base_model.get('fingerprint')} |",
         "",
         _MARK,
         "",

@@ -12,7 +12,9 @@ from typing import Any
 
 from midus.errors import MidusError
 from midus.models.card import auto_map, write_card, write_stub
+from midus.models.families import is_upscaled
 from midus.models.fingerprint import covers_every_element, fingerprint, is_base_tensor
+from midus.models.record import base_of, inserted_positions, write_record
 from midus.models.sources import resolve_source
 from midus.models.weights import Weights, same_tensor
 
@@ -23,7 +25,7 @@ _HEAD = "lm_head.weight"
 
 def base_positions(config: Any) -> list[int]:
     """The final index of each base block."""
-    inserted = set(config.memory_positions)
+    inserted = set(inserted_positions(config))
     return [i for i in range(config.num_hidden_layers) if i not in inserted]
 
 
@@ -55,7 +57,17 @@ def renumber(name: str, positions: list[int]) -> str:
 def is_inserted(name: str, config: Any) -> bool:
     """Whether a tensor of the up-scaled model belongs to an inserted block."""
     parts = split_block_name(name)
-    return parts is not None and parts[0] in set(config.memory_positions)
+    return parts is not None and parts[0] in inserted_positions(config)
+
+
+def block_names(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
+    """For each block, the full name of a tensor by its name inside the block."""
+    blocks: list[dict[str, str]] = [{} for _ in range(num_layers)]
+    for name in names:
+        parts = split_block_name(name)
+        if parts is not None and parts[0] < num_layers:
+            blocks[parts[0]][parts[1]] = name
+    return blocks
 
 
 def base_names(base: Weights, config: Any) -> dict[str, str]:
@@ -81,7 +93,7 @@ def has_tied_head(base: Weights, config: Any) -> bool:
 
 def open_base(config: Any, base: str | Path | None = None, **download: Any) -> Weights:
     """The base a delta records, or ``base`` instead, checked against the recorded fingerprint."""
-    recorded = config.base_model
+    recorded = base_of(config)
     source = base or recorded.get("id")
     if not source:
         raise MidusError("this model does not record its base; give the base explicitly")
@@ -117,8 +129,10 @@ def refuse_foreign_tensors(delta: Iterable[str], config: Any) -> None:
 
 
 def write_surroundings(folder: Path, config: Any, licence: dict[str, str], tags: list[str]) -> None:
-    """Writes stub, card and config; the config comes with the classes that load the folder."""
-    config.auto_map = auto_map(config)
-    write_stub(folder, config)
+    """Writes card, record and config and, for classes of ours, the stub that loads them."""
+    if is_upscaled(config.model_type):
+        config.auto_map = auto_map(config)
+        write_stub(folder, config)
     write_card(folder, config, licence, tags)
+    write_record(folder, config)
     config.save_pretrained(folder)

@@ -4,6 +4,7 @@
 stack: the KV cache and the attention masks depend on both.
 """
 
+import copy
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,6 +119,23 @@ def make_upscaled_config(
         upscaling=upscaling,
         base_model=base_model,
     )
+
+
+def make_deeper_config(base_config: Any, source_layers: list[int], record: dict[str, Any]) -> Any:
+    """The config of a plain model of the base's family with more blocks.
+
+    Args:
+        base_config: The base's config.
+        source_layers: For each final index, the base block it is or is made from.
+        record: What `midus.models.record` keeps of how the model was made.
+    """
+    config = copy.deepcopy(base_config)
+    config.num_hidden_layers = len(source_layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [base_config.layer_types[i] for i in source_layers]
+    config.name_or_path = ""
+    config.midus = record
+    return config
 
 
 def read_config(folder: Path) -> Any:

@@ -13,13 +13,17 @@ from midus.models.fingerprint import is_base_tensor
 from midus.models.modeling import CAUSAL_LM_CLASSES
 
 
-def make_meta_model(config: Any) -> Any:
-    """The causal LM of a base's or an up-scaled model's config, without memory for its weights."""
+def causal_lm_class(config: Any) -> Any:
+    """The class of a base's or a grown model's config."""
     family = find_family(config.model_type)
     upscaled = is_upscaled(config.model_type)
-    model_class = CAUSAL_LM_CLASSES[family.model_type] if upscaled else family.causal_lm_class
+    return CAUSAL_LM_CLASSES[family.model_type] if upscaled else family.causal_lm_class
+
+
+def make_meta_model(config: Any) -> Any:
+    """The causal LM of a config, without memory for its weights."""
     with torch.device("meta"):
-        return model_class(config)
+        return causal_lm_class(config)(config)
 
 
 def refuse_misfit(shapes: Mapping[str, tuple[int, ...]], config: Any, source: str | Path) -> None:

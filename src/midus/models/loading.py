@@ -8,8 +8,9 @@ import torch
 from midus.errors import MidusError
 from midus.models.checkpoint import DELTA_NAME
 from midus.models.configuration import read_config
-from midus.models.families import is_upscaled
-from midus.models.fitting import refuse_misfit
+from midus.models.delta import load_delta
+from midus.models.fitting import causal_lm_class, refuse_misfit
+from midus.models.record import is_delta
 from midus.models.sources import resolve_source
 from midus.models.weights import Weights
 
@@ -37,20 +38,22 @@ def load_model(
     device = _checked_device(device)
     folder = resolve_source(source)
     config = read_config(folder)
-    is_delta = is_upscaled(config.model_type) and config.is_delta
-    if base and not is_delta:
+    delta = is_delta(config)
+    if base and not delta:
         raise MidusError(f"base={str(base)!r} was given, but {source} is no delta; leave it out")
-    if is_delta:
+    if delta:
         Weights.open_file(folder / DELTA_NAME)
     else:
         weights = Weights.open_folder(folder)
         if not getattr(config, "quantization_config", None):
             refuse_misfit({n: entry.shape for n, entry in weights.items()}, config, source)
-    extra = {"base": base} if base else {}
+    options = {"dtype": dtype or "auto", "output_loading_info": True}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype or "auto", output_loading_info=True, **extra
-        )
+        loaded: Any
+        if delta:
+            loaded = load_delta(causal_lm_class(config), folder, base, **options)
+        else:
+            loaded = AutoModelForCausalLM.from_pretrained(folder, **options)
     except (ImportError, OSError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
         raise MidusError(f"{source} cannot be loaded ({reason})") from error

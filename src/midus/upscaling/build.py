@@ -1,7 +1,7 @@
 """Grows a model that is in memory.
 
-The new model shares the base's weights (the base stays usable); only the anchors' attention is
-copied. Base weights are frozen in the new model.
+The new model shares the base's weights (the base stays usable); only the new blocks take memory.
+What the method does not train is frozen in the new model.
 """
 
 import copy
@@ -12,23 +12,30 @@ import torch
 
 from midus.config import UpscaleConfig
 from midus.errors import MidusError
-from midus.models.checkpoint import base_positions, renumber, split_block_name
-from midus.models.modeling import CAUSAL_LM_CLASSES
+from midus.models.checkpoint import base_positions, block_names, renumber, split_block_name
+from midus.models.fitting import causal_lm_class
+from midus.models.record import set_trainable
 from midus.models.sources import source_id
-from midus.upscaling.methods import plan_upscaling, remarks
-from midus.upscaling.midus import make_block_tensors
+from midus.upscaling.method import BaseBlocks, Growth, Track
+from midus.upscaling.methods import find_method, plan_upscaling, remarks
 
 
-def upscale(model: Any, config: UpscaleConfig | None = None) -> Any:
-    """A deeper model that starts out computing exactly what ``model`` computes.
+def upscale(
+    model: Any,
+    config: UpscaleConfig | None = None,
+    track: Track = lambda items, _: items,
+) -> Any:
+    """A deeper model; by default one that starts out computing exactly what ``model`` computes.
 
     Args:
         model: A loaded causal language model of a supported family.
         config: What to insert and where; the paper's settings by default.
+        track: Wraps loops in a progress bar.
 
     Returns:
-        A ``Midus<Family>ForCausalLM`` on the same devices and in the same types, its inserted
-        blocks trainable and the rest frozen.
+        A ``Midus<Family>ForCausalLM``, or for copied-block methods a deeper model of the base's own
+        class, on the same devices and in the same types; what the method trains is trainable and
+        the rest frozen.
     """
     config = config or UpscaleConfig()
     _refuse_unsuitable(model)
@@ -40,25 +47,27 @@ def upscale(model: Any, config: UpscaleConfig | None = None) -> Any:
             "revision": getattr(model.config, "_commit_hash", None),
         },
     )
-    for remark in remarks(config.memory):
+    for remark in remarks(config.memory) if config.method == "midus" else []:
         warnings.warn(remark, stacklevel=2)
     new_config.tie_word_embeddings = model.lm_head.weight is model.get_input_embeddings().weight
     new_config._attn_implementation = model.config._attn_implementation
     new_config.dtype = model.dtype
     with torch.device("meta"):
-        grown = CAUSAL_LM_CLASSES[model.config.model_type](new_config)
+        grown = causal_lm_class(new_config)(new_config)
 
     base_state = model.state_dict()
     positions = base_positions(new_config)
     state = {renumber(name, positions): tensor for name, tensor in base_state.items()}
-    by_block: dict[int, dict[str, torch.Tensor]] = {}
-    for name, tensor in base_state.items():
-        if (parts := split_block_name(name)) is not None:
-            by_block.setdefault(parts[0], {})[parts[1]] = tensor
-    for position, anchor in zip(plan.positions, plan.anchors, strict=True):
-        anchor_tensors = by_block[anchor]
-        device = anchor_tensors["self_attn.q_proj.weight"].device
-        block = make_block_tensors(new_config, position, anchor_tensors, config.seed, model.dtype)
+    growth = Growth(
+        BaseBlocks(block_names(base_state, len(positions)), lambda name: base_state[name].cpu()),
+        plan,
+        new_config,
+        config,
+        model.dtype,
+        track,
+    )
+    for position, block in find_method(config.method).make_blocks(growth):
+        device = base_state[f"model.layers.{plan.sources[position]}.self_attn.q_proj.weight"].device
         for name, tensor in block.items():
             state[f"model.layers.{position}.{name}"] = tensor.to(device)
     grown.load_state_dict(state, strict=True, assign=True)
@@ -66,7 +75,7 @@ def upscale(model: Any, config: UpscaleConfig | None = None) -> Any:
     grown.tie_weights()
     grown.generation_config = copy.deepcopy(model.generation_config)
     grown.train(model.training)
-    grown.freeze_base()
+    set_trainable(grown)
     return grown
 
 

@@ -1,35 +1,53 @@
-"""The up-scaling methods by name, each one small file, and what a method decides first."""
+"""The up-scaling methods by name, each one small file, and what is decided before one runs."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from midus.config import MemoryConfig, UpscaleConfig
 from midus.errors import MidusError
 from midus.models.block import MemoryBlock
-from midus.models.configuration import make_upscaled_config
+from midus.models.configuration import make_deeper_config, make_upscaled_config
 from midus.models.families import find_family, is_upscaled
-from midus.upscaling import midus
+from midus.upscaling import (
+    avg_deus,
+    base,
+    gradual_stack,
+    lesa,
+    llama_pro,
+    midus,
+    opt_deus,
+    solar,
+    stack,
+)
+from midus.upscaling.method import Method
 from midus.upscaling.plan import StackPlan
 
+METHODS: dict[str, Method] = {
+    "midus": midus.METHOD,
+    "llama_pro": llama_pro.METHOD,
+    "opt_deus": opt_deus.METHOD,
+    "avg_deus": avg_deus.METHOD,
+    "lesa": lesa.METHOD,
+    "solar": solar.METHOD,
+    "stack": stack.METHOD,
+    "gradual_stack": gradual_stack.METHOD,
+    "base": base.METHOD,
+}
 
-class Method(Protocol):
-    """What a method's file offers."""
 
-    def make_plan(self, config: UpscaleConfig, num_base_layers: int) -> StackPlan:
-        """The new stack for a base of that depth."""
-        ...
-
-
-METHODS: dict[str, Method] = {"midus": midus}
+def find_method(name: str) -> Method:
+    """The method of that name."""
+    if name not in METHODS:
+        raise MidusError(f"method={name!r} is unknown; choose one of {', '.join(METHODS)}")
+    return METHODS[name]
 
 
 def plan_upscaling(
     base_config: Any, config: UpscaleConfig, base_model: dict[str, Any]
 ) -> tuple[StackPlan, Any]:
     """The new stack and the new model's config, with everything checked that can be."""
-    if config.method not in METHODS:
-        raise MidusError(f"method={config.method!r} is unknown; choose one of {', '.join(METHODS)}")
+    method = find_method(config.method)
     if is_upscaled(base_config.model_type):
         raise MidusError(
             "the base already has memory blocks; up-scale its own base with more blocks instead"
@@ -40,18 +58,24 @@ def plan_upscaling(
             "the base is quantized, and a quantized checkpoint cannot be grown; "
             "up-scale the unquantized one"
         )
-    plan = METHODS[config.method].make_plan(config, base_config.num_hidden_layers)
-    new_config = make_upscaled_config(
-        base_config,
-        plan.sources,
-        plan.positions,
-        config.memory,
-        upscaling={
-            "method": config.method,
-            "placement": None if config.positions else config.placement or "distributed",
+    plan = method.make_plan(config, base_config.num_hidden_layers)
+    placement = None if config.positions else config.placement or method.default_placement
+    if method.inserts != "memory":
+        record = {
+            "method": method.name,
+            "memory": None,
+            "placement": placement,
             "seed": config.seed,
-        },
-        base_model=base_model,
+            "positions": plan.positions,
+            "anchors": plan.anchors,
+            "trainable": method.trains,
+            "is_delta": False,
+            "base_model": base_model,
+        }
+        return plan, make_deeper_config(base_config, plan.sources, record)
+    upscaling = {"method": method.name, "placement": placement, "seed": config.seed}
+    new_config = make_upscaled_config(
+        base_config, plan.sources, plan.positions, config.memory, upscaling, base_model
     )
     with torch.device("meta"):
         MemoryBlock(new_config, plan.positions[0])  # refuses shapes that the layer cannot have
@@ -60,7 +84,7 @@ def plan_upscaling(
 
 def remarks(memory: MemoryConfig) -> list[str]:
     """What a user should know about settings that are allowed but surprising."""
-    if memory.top_k == 1:
+    if memory.top_k == 1 and memory.kind != "ultramem":
         return [
             "top_k=1: the softmax over one slot is constant, so keys and q/k/v of the memory "
             "blocks receive no gradient; only values and head projections will train"

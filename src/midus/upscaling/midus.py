@@ -4,7 +4,7 @@ Each block copies the attention of its anchor and the norm before it, and its me
 zero values, so the grown model starts as the base.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,21 +12,28 @@ from torch import Tensor
 
 from midus.config import UpscaleConfig
 from midus.models.block import MemoryBlock, copied_from_anchor
-from midus.models.checkpoint import split_block_name
-from midus.upscaling.placement import anchors_of, place
+from midus.upscaling.method import Growth, Method
+from midus.upscaling.placement import choose_anchors
 from midus.upscaling.plan import StackPlan
 
-DEFAULT_PLACEMENT = "distributed"
+_PLACEMENT = "distributed"
 
 
 def make_plan(config: UpscaleConfig, num_base_layers: int) -> StackPlan:
     """Memory blocks before the anchors of the placement or the given positions."""
-    if config.positions is not None:
-        anchors = anchors_of(config.positions, num_base_layers, "before")
-    else:
-        num_inserted = config.num_inserted or max(num_base_layers // 2, 1)
-        anchors = place(config.placement or DEFAULT_PLACEMENT, num_base_layers, num_inserted)
+    anchors = choose_anchors(config, num_base_layers, _PLACEMENT, "before")
     return StackPlan.interleave(num_base_layers, anchors, "before", "memory")
+
+
+def make_blocks(growth: Growth) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Memory blocks with their anchors' attention; only those tensors of the base are read."""
+    for position, anchor in growth.track(growth.inserted(), "starting memory blocks"):
+        wanted = [name for name in growth.base.names(anchor) if copied_from_anchor(name)]
+        tensors = {name: growth.base.read(anchor, name).to(growth.dtype) for name in wanted}
+        yield (
+            position,
+            make_block_tensors(growth.config, position, tensors, growth.options.seed, growth.dtype),
+        )
 
 
 def make_block_tensors(
@@ -60,13 +67,14 @@ def make_block_tensors(
     return tensors
 
 
-def copied_names(config: Any, anchor_names: Mapping[str, Any], anchor: int) -> dict[str, str]:
-    """Full name by name inside the block, for the anchor's tensors that a memory block copies."""
-    with torch.device("meta"):
-        wanted = {name for name in MemoryBlock(config, 0).state_dict() if copied_from_anchor(name)}
-    names: dict[str, str] = {}
-    for full in anchor_names:
-        parts = split_block_name(full)
-        if parts is not None and parts[0] == anchor and parts[1] in wanted:
-            names[parts[1]] = full
-    return names
+METHOD = Method(
+    name="midus",
+    summary="memory blocks before their anchors, started as the identity",
+    paper="Kim et al., 2025",
+    inserts="memory",
+    preserves_function=True,
+    trains="inserted",
+    default_placement=_PLACEMENT,
+    make_plan=make_plan,
+    make_blocks=make_blocks,
+)

@@ -7,6 +7,7 @@ anchor (MIDUS, Eq. 4) or after it (interleaved copies, Eq. 3) is the method's si
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from midus.config import UpscaleConfig
 from midus.errors import MidusError
 
 Side = Literal["before", "after"]
@@ -47,6 +48,16 @@ def place(placement: str, num_base_layers: int, num_inserted: int) -> list[int]:
             f"choose 1 to {num_base_layers}"
         )
     return PLACEMENTS[placement](num_base_layers, num_inserted)
+
+
+def choose_anchors(
+    config: UpscaleConfig, num_base_layers: int, placement: str, side: Side
+) -> list[int]:
+    """The anchors a user asks for: by positions, by a placement, or by the method's own."""
+    if config.positions is not None:
+        return anchors_of(config.positions, num_base_layers, side)
+    num_inserted = config.num_inserted or max(num_base_layers // 2, 1)
+    return place(config.placement or placement, num_base_layers, num_inserted)
 
 
 def positions_of(anchors: Sequence[int], side: Side) -> list[int]:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from midus.errors import MidusError
 from midus.models.block import MemoryBlock
-from midus.models.families import find_family
+from midus.models.families import find_family, is_upscaled
+from midus.models.record import inserted_positions
 
 _NUM_TOKENS = 16
 
@@ -35,10 +36,13 @@ def prove_identity(
     """
     config = copy.copy(config)
     config._attn_implementation = "sdpa"
-    for position in track(config.memory_positions, "checking inserted blocks"):
+    family = find_family(config.model_type)
+    block_class = MemoryBlock if is_upscaled(config.model_type) else family.block_class
+    positions = inserted_positions(config)
+    for position in track(positions, "checking inserted blocks"):
         tensors = block_tensors(position)
         with torch.device("meta"):
-            block = MemoryBlock(config, position)
+            block = block_class(config, position)
         block.load_state_dict(tensors, strict=True, assign=True)
         block.eval()
         generator = torch.Generator().manual_seed(position)
@@ -54,10 +58,10 @@ def prove_identity(
             )
         if not torch.equal(output.view(torch.uint8), hidden_states.view(torch.uint8)):
             raise MidusError(
-                f"the inserted block at {position} does not return its input; its values are not "
-                "zero, so this is a trained or damaged checkpoint"
+                f"the inserted block at {position} does not return its input, so this is a trained "
+                "or damaged checkpoint"
             )
-    return len(config.memory_positions)
+    return len(positions)
 
 
 def _rotary(config: Any, hidden_states: Tensor, position: int) -> Any:

@@ -7,7 +7,6 @@ a time.
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,6 +22,7 @@ from midus.models.card import read_licence
 from midus.models.checkpoint import (
     DELTA_NAME,
     base_names,
+    block_names,
     has_tied_head,
     open_base,
     refuse_foreign_tensors,
@@ -30,18 +30,17 @@ from midus.models.checkpoint import (
     write_surroundings,
 )
 from midus.models.configuration import read_config
-from midus.models.families import is_upscaled
+from midus.models.delta import base_licence
 from midus.models.fingerprint import fingerprint, is_base_tensor
 from midus.models.fitting import refuse_misfit
+from midus.models.record import is_delta, update_record
 from midus.models.sources import resolve_source, source_id
 from midus.models.weights import INDEX_NAME, Weights, same_tensor, write_copy
-from midus.upscaling.inspect import count_parameters
-from midus.upscaling.methods import plan_upscaling
-from midus.upscaling.midus import copied_names, make_block_tensors
+from midus.upscaling.inspect import count_inserted
+from midus.upscaling.method import BaseBlocks, Growth, Track
+from midus.upscaling.methods import find_method, plan_upscaling
 from midus.upscaling.plan import StackPlan
 from midus.upscaling.proof import prove_identity
-
-Track = Callable[[Iterable[Any], str], Iterable[Any]]
 
 _COMPANIONS = (
     "generation_config.json",
@@ -65,8 +64,8 @@ class StoredUpscaling:
     folder: Path
     config: Any
     plan: StackPlan
-    identity_blocks: int
-    """Inserted blocks that return their input bit for bit."""
+    identity_blocks: int | None
+    """Inserted blocks shown to return their input bit for bit; None if the method is not so."""
     equal_base_tensors: int | None
     """Base tensors found byte-equal in the new checkpoint; None for a delta, which has none."""
     num_bytes: int
@@ -101,6 +100,12 @@ def upscale_checkpoint(
     # Settle everything the config decides before any weights are fetched.
     base_config = read_config(resolve_source(base, config_only=True))
     plan, new_config = plan_upscaling(base_config, config, {})
+    method = find_method(config.method)
+    if delta and method.trains != "inserted":
+        raise MidusError(
+            f"method {method.name!r} trains the base's weights too, which a delta would lose; "
+            "write a full checkpoint"
+        )
     folder = resolve_source(base)
     refuse_overlap(target, folder, Path(base))
     weights = Weights.open_folder(folder)
@@ -109,22 +114,26 @@ def upscale_checkpoint(
     )
     refuse_misfit({name: entry.shape for name, entry in weights.items()}, base_config, folder)
     dtype = dtype or _main_dtype(weights, folder)
-    new_config.base_model = {
+    base_model = {
         "id": source_id(base),
         "revision": getattr(base_config, "_commit_hash", None),
         "fingerprint": fingerprint(weights, base_config.tie_word_embeddings, hash_all),
         "licence": read_licence(folder),
     }
-    new_config.is_delta = delta
+    update_record(new_config, base_model=base_model, is_delta=delta)
     new_config.dtype = str(dtype).split(".")[1]
     check_space(target, _num_bytes(weights, new_config, dtype))
 
+    growth = Growth(
+        BaseBlocks(block_names(weights, base_config.num_hidden_layers), weights.read),
+        plan,
+        new_config,
+        config,
+        dtype,
+        track,
+    )
     inserted: dict[str, Tensor] = {}
-    pairs = list(zip(plan.positions, plan.anchors, strict=True))
-    for position, anchor in track(pairs, "starting memory blocks"):
-        sources = copied_names(new_config, weights, anchor)
-        tensors = {name: weights.read(full).to(dtype) for name, full in sources.items()}
-        block = make_block_tensors(new_config, position, tensors, config.seed, dtype)
+    for position, block in method.make_blocks(growth):
         inserted.update({f"model.layers.{position}.{name}": t for name, t in block.items()})
 
     equal: int | None = None
@@ -138,8 +147,10 @@ def upscale_checkpoint(
             equal = _prove_base(weights, written, new_config, dtype, track)
         inserted.clear()
         _copy_companions(folder, work)
-        write_surroundings(work, new_config, new_config.base_model["licence"], [])
-        proven = prove_identity(new_config, lambda position: _read_block(written, position), track)
+        write_surroundings(work, new_config, base_licence(new_config), [])
+        proven = None
+        if method.preserves_function:
+            proven = prove_identity(new_config, lambda p: _read_block(written, p), track)
         num_bytes = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
     return StoredUpscaling(target, new_config, plan, proven, equal, num_bytes)
 
@@ -165,7 +176,7 @@ def merge_delta(
     check_target(target, overwrite)
     folder = resolve_source(delta)
     config = read_config(folder)
-    if not is_upscaled(config.model_type) or not config.is_delta:
+    if not is_delta(config):
         raise MidusError(f"{delta} is not a delta checkpoint; only a delta can be merged")
     weights = open_base(config, base)
     refuse_overlap(target, folder, *weights.by_file())
@@ -174,14 +185,14 @@ def merge_delta(
     shapes = {new: weights[old].shape for old, new in base_names(weights, config).items()}
     shapes |= {name: entry.shape for name, entry in tensors.items()}
     refuse_misfit(shapes, config, folder)
-    config.is_delta = False
+    update_record(config, is_delta=False)
     dtype = getattr(torch, str(config.dtype).removeprefix("torch."))
     check_space(target, _num_bytes(weights, config, dtype))
     with atomic_folder(target, overwrite) as work:
         inserted = {name: tensors.read(name) for name in tensors}
         _write_full(work, weights, inserted, config, dtype, track)
         _copy_companions(folder, work)
-        write_surroundings(work, config, config.base_model.get("licence") or {}, [])
+        write_surroundings(work, config, base_licence(config), [])
     return target
 
 
@@ -195,16 +206,17 @@ def _write_full(
 ) -> None:
     names = base_names(weights, config)
     files = weights.by_file()
-    num_files = len(files) + 1
+    num_files = len(files) + bool(inserted)
     weight_map: dict[str, str] = {}
     for number, (_, file_names) in enumerate(track(files.items(), "copying the base"), start=1):
         shard = f"model-{number:05}-of-{num_files:05}.safetensors"
         kept = {old: names[old] for old in file_names if old in names}
         write_copy(work / shard, weights, kept, dtype)
         weight_map.update(dict.fromkeys(kept.values(), shard))
-    shard = f"model-{num_files:05}-of-{num_files:05}.safetensors"
-    _save_tensors(inserted, work / shard)
-    weight_map.update(dict.fromkeys(inserted, shard))
+    if inserted:
+        shard = f"model-{num_files:05}-of-{num_files:05}.safetensors"
+        _save_tensors(inserted, work / shard)
+        weight_map.update(dict.fromkeys(inserted, shard))
     total = sum(path.stat().st_size for path in work.glob("*.safetensors"))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (work / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
@@ -249,8 +261,8 @@ def _copy_companions(source: Path, work: Path) -> None:
 def _num_bytes(weights: Weights, config: Any, dtype: torch.dtype) -> int:
     """What the new checkpoint will take on disk, counted before anything is made."""
     names = {name for name in weights if is_base_tensor(name, config.tie_word_embeddings)}
-    base = 0 if config.is_delta else sum(prod(weights[name].shape) for name in names)
-    return (base + count_parameters(config)[1]) * dtype.itemsize
+    base = 0 if is_delta(config) else sum(prod(weights[name].shape) for name in names)
+    return (base + count_inserted(config)) * dtype.itemsize
 
 
 def _main_dtype(weights: Weights, folder: Path) -> torch.dtype:

@@ -1,6 +1,29 @@
-"""Norms on the memory queries: the paper's structural ablation (Table "structure of HML")."""
+"""From what the memory reads to its queries: a projection, a norm, or neither (HML).
 
+The norms are the paper's structural ablation (Table "structure of HML"); the projection is W_q of
+its preliminaries, which HML omits.
+"""
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from midus.memory.module import MemoryModule
+
+
+class QueryProj(MemoryModule):
+    """q(a) = a W_q, square and without bias; the paper gives no start, so scale is kept."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+
+    def forward(self, attended: Tensor) -> Tensor:
+        return F.linear(attended, self.weight)
 
 
 class QueryBatchNorm(nn.Module):

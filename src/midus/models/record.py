@@ -1,0 +1,75 @@
+"""What a grown model knows of how it was made, whatever its class.
+
+Models with memory blocks hold it in the fields of their config; copied-block models are plain
+models of their family, whose config carries it as the attribute ``midus``. Every checkpoint has it
+as `midus.json` beside config.json too, so that training needs no flags.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from midus.models.families import is_upscaled
+
+RECORD_NAME = "midus.json"
+
+
+def record_of(config: Any) -> dict[str, Any]:
+    """Method, positions, trainable set and base of a grown model; empty for any other."""
+    if not is_upscaled(config.model_type):
+        return dict(getattr(config, "midus", None) or {})
+    positions = list(config.memory_positions)
+    return {
+        "method": config.upscaling.get("method", "midus"),
+        "memory": config.memory.get("kind", "hml"),
+        "placement": config.upscaling.get("placement"),
+        "seed": config.upscaling.get("seed"),
+        "positions": positions,
+        "anchors": [position - j for j, position in enumerate(positions)],
+        "trainable": "inserted",
+        "is_delta": config.is_delta,
+        "base_model": config.base_model,
+    }
+
+
+def inserted_positions(config: Any) -> list[int]:
+    """Final indices of the inserted blocks."""
+    return list(record_of(config).get("positions", []))
+
+
+def num_base_layers(config: Any) -> int:
+    """Blocks of the base a model has grown from, or its own if it has not."""
+    return int(config.num_hidden_layers) - len(inserted_positions(config))
+
+
+def is_delta(config: Any) -> bool:
+    """Whether the checkpoint holds the inserted tensors only."""
+    return bool(record_of(config).get("is_delta"))
+
+
+def base_of(config: Any) -> dict[str, Any]:
+    """Id, revision, fingerprint and licence of the base, as far as they are known."""
+    return dict(record_of(config).get("base_model") or {})
+
+
+def update_record(config: Any, **values: Any) -> None:
+    """Sets ``is_delta`` or ``base_model`` where this kind of config keeps them."""
+    if is_upscaled(config.model_type):
+        for name, value in values.items():
+            setattr(config, name, value)
+    else:
+        config.midus = {**record_of(config), **values}
+
+
+def set_trainable(model: Any) -> None:
+    """Lets exactly the parameters train that the model's method trains."""
+    from midus.models.checkpoint import is_inserted
+
+    everything = record_of(model.config).get("trainable") != "inserted"
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(everything or is_inserted(name, model.config))
+
+
+def write_record(folder: Path, config: Any) -> None:
+    """Writes `midus.json`."""
+    (folder / RECORD_NAME).write_text(json.dumps(record_of(config), indent=2) + "\n")
