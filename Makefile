@@ -48,7 +48,8 @@ wheel: $(INSTALLED)
 	cd build && PYTHONPATH=wheel ../$(BIN)/python wheel/bin/midus inspect llama-3.2-1b --json
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/upscale_memory.py --json runs/upscale_memory.json
+	$(BIN)/python benchmarks/upscale_memory.py --json runs/upscale_memory.jsonl
+	$(BIN)/python benchmarks/methods.py --json runs/methods.jsonl
 
 clean:
 	rm -rf $(VENV) build dist runs

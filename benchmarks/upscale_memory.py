@@ -11,9 +11,9 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
 
+from measured import run_measured
 from rich.console import Console
 from rich.table import Table
 
@@ -51,20 +51,6 @@ def make_base(folder: Path, shape: str, shards: int) -> None:
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def run_measured(command: list[str]) -> tuple[float, float]:
-    """Seconds and peak resident bytes of a command."""
-    started = time.perf_counter()
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.execv(command[0], command)
-    _, status, usage = os.wait4(child, 0)
-    if status:
-        sys.exit(f"{' '.join(command)} failed")
-    scale = 1 if sys.platform == "darwin" else 1024
-    return time.perf_counter() - started, usage.ru_maxrss * scale
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ def fill_tables(model, scale: float = 1.0, seed: int = 1):
     """Gives every latent table random values: a model whose memory speaks."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if name.endswith("latent_values"):
+        if name.endswith(("latent_values", "values.values")):
             values = torch.randn(parameter.shape, generator=generator) * scale
             parameter.data.copy_(values.to(parameter.dtype))
     return model

@@ -24,7 +24,7 @@ def test_version(midus):
 
 def test_help_names_every_command(midus):
     out = midus("--help").out
-    for command in ("upscale", "inspect", "verify", "merge", "generate"):
+    for command in ("upscale", "inspect", "methods", "verify", "merge", "generate"):
         assert command in out
 
 
@@ -37,6 +37,31 @@ def test_upscale_prints_stack_parameters_and_proof(midus, base, tmp_path, kind):
     assert "2 of 2 inserted blocks return their input bit for bit" in result.out
     assert ("39 base tensors are byte-equal" in result.out) == (kind == "--full")
     assert torch.equal(load(tmp_path / "out")(prompt_ids()).logits, load(base)(prompt_ids()).logits)
+
+
+def test_methods_lists_every_method_and_memory_layer_with_its_file(midus):
+    from pathlib import Path
+
+    import midus as package
+    from midus.memory import MEMORY_LAYERS
+    from midus.upscaling import METHODS
+
+    values = json.loads(midus("methods", "--json").out)
+    assert [row["name"] for row in values["methods"]] == list(METHODS)
+    assert [row["name"] for row in values["memory_layers"]] == list(MEMORY_LAYERS)
+    for row in values["methods"] + values["memory_layers"]:
+        assert (Path(package.__file__).parents[1] / row["file"]).is_file(), row
+    assert "llama_pro" in midus("methods").out
+
+
+@pytest.mark.parametrize("method", ["solar", "avg_deus", "base"])
+def test_upscale_says_whether_the_function_is_preserved(midus, base, tmp_path, method):
+    result = midus("upscale", base, tmp_path / "out", "--method", method)
+    assert result.code == 0
+    assert ("does not preserve the function" in result.out) == (method != "base")
+    if method != "base":
+        values = json.loads(midus("verify", base, tmp_path / "out", "--json").out)
+        assert values["max_abs_logit_diff"] > 0
 
 
 def test_upscale_json_and_options(midus, base, tmp_path):

@@ -10,6 +10,7 @@ from tiny import (
     every_family,
     fill_tables,
     grown,
+    load,
     prompt_ids,
     relative_error,
     tiny_base,
@@ -17,6 +18,7 @@ from tiny import (
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, StaticCache
 
 from midus import MemoryConfig, UpscaleConfig, upscale
+from midus.memory import MEMORY_LAYERS
 from midus.models import CAUSAL_LM_CLASSES, CONFIG_CLASSES, MODEL_CLASSES, MemoryBlock
 
 FLOAT32 = TOLERANCE[torch.float32]
@@ -53,6 +55,32 @@ def test_every_option_starts_as_the_base_and_then_matters(options):
     ids = prompt_ids()
     assert torch.equal(model(ids).logits, base(ids).logits)
     assert not torch.equal(fill_tables(model)(ids).logits, base(ids).logits)
+
+
+@every_family
+@pytest.mark.parametrize("kind", MEMORY_LAYERS)
+def test_every_memory_layer_starts_as_the_base_and_survives_a_save(tmp_path, family, kind):
+    base = tiny_base(family)
+    model = upscale(base, UpscaleConfig(memory=MemoryConfig(kind=kind, num_subkeys=8)))
+    ids = prompt_ids()
+    assert torch.equal(model(ids).logits, base(ids).logits)
+    fill_tables(model)
+    logits = model(ids).logits
+    assert not torch.equal(logits, base(ids).logits)
+    model.save_pretrained(tmp_path / "out")
+    loaded = load(tmp_path / "out")
+    assert torch.equal(loaded(ids).logits, logits)
+    cached, cached_logits = step_logits(loaded, ids, use_cache=True)
+    plain, plain_logits = step_logits(loaded, ids, use_cache=False)
+    assert torch.equal(cached, plain)
+    assert relative_error(cached_logits, plain_logits) < FLOAT32
+
+
+def test_a_fresh_ultramem_has_its_permutation():
+    memory = MemoryConfig(kind="ultramem", num_subkeys=8)
+    config = upscale(tiny_base(), UpscaleConfig(memory=memory)).config
+    permutation = CAUSAL_LM_CLASSES["llama"](config).model.layers[1].memory.values.permutation
+    assert sorted(permutation.tolist()) == list(range(4 * 64))
 
 
 @pytest.mark.parametrize("num_inserted", [1, 2, 3, 4])

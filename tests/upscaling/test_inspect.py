@@ -1,6 +1,7 @@
 import pytest
 
 from midus import MemoryConfig, UpscaleConfig
+from midus.memory import MEMORY_LAYERS
 from midus.models.shapes import SHAPES, shape_config
 from midus.upscaling.inspect import describe
 
@@ -39,6 +40,30 @@ def test_llama_1b_counts_are_the_papers():
     assert facts["params"]["trainable"] == 54_542_336
     assert facts["params"]["total"] == 1_290_356_736
     assert facts["slots"] == 1_048_576
+
+
+MEMORIES = {
+    "llama-3.1-8b": {
+        "linear": (1_476_460_544, 9_506_721_792),
+        "pkm": (1_212_219_392, 9_242_480_640),
+        "ultramem": (1_291_915_264, 9_322_176_512),
+        "hml": (423_690_240, 8_453_951_488),
+    },
+    "llama-3.2-1b": {
+        "linear": (251_674_624, 1_487_489_024),
+        "pkm": (185_614_336, 1_421_428_736),
+        "ultramem": (171_984_896, 1_407_799_296),
+        "hml": (54_542_336, 1_290_356_736),
+    },
+}
+
+
+@pytest.mark.parametrize("shape", MEMORIES)
+@pytest.mark.parametrize("kind", MEMORY_LAYERS)
+def test_memory_layers_have_the_parameters_behind_the_papers_table(shape, kind):
+    config = UpscaleConfig(memory=MemoryConfig(kind=kind))
+    params = describe(shape_config(shape), config)["params"]
+    assert (params["trainable"], params["total"]) == MEMORIES[shape][kind]
 
 
 @pytest.mark.parametrize(("num_subkeys", "slots"), [(16, 65_536), (32, 262_144), (64, 1_048_576)])

@@ -97,3 +97,13 @@ def print_proof(done: Any, base: str) -> None:
         f"input bit for bit; {tensors}",
         style="green",
     )
+
+
+def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
+    """A table of rows with the same keys."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for key in rows[0]:
+        table.add_column(key)
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    out.print(table)

@@ -9,6 +9,7 @@ from midus import __version__
 from midus.cli.generate import generate
 from midus.cli.inspect import inspect
 from midus.cli.merge import merge
+from midus.cli.methods import methods
 from midus.cli.upscale import upscale
 from midus.cli.verify import verify
 from midus.errors import MidusError
@@ -21,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (upscale, inspect, verify, merge, generate):
+for _command in (upscale, inspect, methods, verify, merge, generate):
     app.command()(_command)
 
 

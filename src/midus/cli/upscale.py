@@ -34,6 +34,7 @@ def upscale(
     from midus.cli import console
     from midus.models.atomic import check_target
     from midus.models.configuration import read_config
+    from midus.models.record import base_of
     from midus.models.sources import resolve_source
     from midus.models.weights import dtype_named
     from midus.upscaling import upscale_checkpoint
@@ -67,7 +68,7 @@ def upscale(
             "out": str(done.folder),
             "checkpoint": "delta" if delta else "full",
             "bytes": done.num_bytes,
-            "base_fingerprint": done.config.base_model["fingerprint"],
+            "base_fingerprint": base_of(done.config)["fingerprint"],
             "identity_blocks": done.identity_blocks,
             "equal_base_tensors": done.equal_base_tensors,
         }
