@@ -48,9 +48,9 @@ def main() -> None:
                     [midus, "upscale", options.base, str(out), "--overwrite", "--json", *arguments]
                 )
                 made = json.loads(text)
+                limit = ["--max-tokens", str(options.tokens)]
                 _, _, text = run_captured(
-                    [midus, "verify", options.base, str(out), "--json"]
-                    + ["--max-tokens", str(options.tokens)]
+                    [midus, "verify", options.base, str(out), "--json", *limit]
                 )
                 compared = json.loads(text)
             rows.append(

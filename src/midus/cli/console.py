@@ -100,10 +100,10 @@ def print_proof(done: Any, base: str) -> None:
 
 
 def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
-    """A table of rows with the same keys."""
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for key in rows[0]:
-        table.add_column(key)
+    """Named rows, two lines each: what it does, then everything else about it."""
+    out.print(title, style="bold underline")
     for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
-    out.print(table)
+        rest = {key: value for key, value in row.items() if key not in ("name", "does")}
+        out.print(f"{row['name']:<14} {row['does']}", style="bold")
+        out.print(" " * 15 + "; ".join(f"{key}: {value}" for key, value in rest.items()))
+    out.print()
