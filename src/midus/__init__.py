@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from midus.errors import MidusError
     from midus.models.delta import save_delta
     from midus.models.loading import load_model
+    from midus.models.record import set_trainable
     from midus.upscaling import upscale, upscale_checkpoint
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ _PUBLIC = {
     "UpscaleConfig": "midus.config",
     "load_model": "midus.models.loading",
     "save_delta": "midus.models.delta",
+    "set_trainable": "midus.models.record",
     "upscale": "midus.upscaling",
     "upscale_checkpoint": "midus.upscaling",
 }
@@ -35,6 +37,7 @@ __all__ = [
     "__version__",
     "load_model",
     "save_delta",
+    "set_trainable",
     "upscale",
     "upscale_checkpoint",
 ]

@@ -7,14 +7,28 @@ import torch
 from tiny import every_family, load, prompt_ids, save_base, tiny_base, tiny_config
 from transformers import AutoModelForCausalLM
 
-from midus import MidusError, UpscaleConfig, load_model, save_delta, upscale, upscale_checkpoint
+from midus import (
+    MemoryConfig,
+    MidusError,
+    UpscaleConfig,
+    load_model,
+    save_delta,
+    set_trainable,
+    upscale,
+    upscale_checkpoint,
+)
 from midus.models.shapes import shape_config
 from midus.upscaling import METHODS, lesa, merge_delta, opt_deus
 from midus.upscaling.inspect import describe
 from midus.upscaling.methods import plan_upscaling
 
 COPIES = [name for name, method in METHODS.items() if method.inserts == "copy"]
-FAST = {"lesa_epochs": 1, "ot_max_iter": 200}
+
+
+def quick(method):
+    """The method with settings that make a test short."""
+    fast = {"lesa": {"lesa_epochs": 1}, "opt_deus": {"ot_max_iter": 200}}
+    return UpscaleConfig(method=method, **fast.get(method, {}))
 
 
 def sources(method, depth, **options):
@@ -300,7 +314,7 @@ def test_lesa_needs_three_blocks():
 @every_family
 def test_identity_is_kept_exactly_where_it_is_promised(family, method):
     base = tiny_base(family)
-    grown = upscale(base, UpscaleConfig(method=method, **FAST))
+    grown = upscale(base, quick(method))
     assert type(grown) is type(base)
     difference = (grown(prompt_ids()).logits - base(prompt_ids()).logits).abs().max().item()
     assert (difference == 0.0) == METHODS[method].preserves_function
@@ -312,7 +326,7 @@ def test_identity_is_kept_exactly_where_it_is_promised(family, method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_trains_is_what_the_method_says(method):
-    grown = upscale(tiny_base(), UpscaleConfig(method=method, **FAST))
+    grown = upscale(tiny_base(), quick(method))
     positions = plan_upscaling(tiny_config(), UpscaleConfig(method=method), {})[0].positions
     for name, parameter in grown.named_parameters():
         inserted = any(name.startswith(f"model.layers.{p}.") for p in positions)
@@ -322,7 +336,7 @@ def test_what_trains_is_what_the_method_says(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_stored_and_in_memory_agree_and_the_checkpoint_is_plain(tmp_path, method):
     base = save_base(tmp_path / "base")
-    config = UpscaleConfig(method=method, **FAST)
+    config = quick(method)
     done = upscale_checkpoint(tmp_path / "base", tmp_path / "out", config)
     assert (done.identity_blocks is not None) == METHODS[method].preserves_function
     in_memory, stored = upscale(base, config), load(tmp_path / "out")
@@ -344,7 +358,7 @@ def test_stored_and_in_memory_agree_and_the_checkpoint_is_plain(tmp_path, method
 @pytest.mark.parametrize("method", ["llama_pro", "opt_deus", "avg_deus"])
 def test_copied_blocks_as_deltas(tmp_path, method):
     save_base(tmp_path / "base")
-    config = UpscaleConfig(method=method, **FAST)
+    config = quick(method)
     upscale_checkpoint(tmp_path / "base", tmp_path / "delta", config, delta=True)
     model = load_model(tmp_path / "delta")
     for position in METHODS[method].make_plan(config, 4).positions:
@@ -369,6 +383,39 @@ def test_methods_that_train_the_base_have_no_delta(tmp_path, method):
     grown = upscale(load(tmp_path / "base"), config)
     with pytest.raises(MidusError, match="trains the base's weights too"):
         save_delta(grown, tmp_path / "delta")
+
+
+@pytest.mark.parametrize("method", ["base", "solar"])
+def test_training_everything_leaves_the_base_alone(method):
+    base = tiny_base()
+    before = base(prompt_ids()).logits
+    grown = upscale(base, UpscaleConfig(method=method))
+    for parameter in grown.parameters():
+        parameter.data += 1
+    assert torch.equal(base(prompt_ids()).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("llama_pro", {"memory": MemoryConfig(kind="pkm")}),
+        ("midus", {"ot_rescale": True}),
+        ("opt_deus", {"lesa_epochs": 2}),
+    ],
+)
+def test_options_of_another_method_are_refused(method, options):
+    with pytest.raises(MidusError, match="leave it out for"):
+        upscale(tiny_base(), UpscaleConfig(method=method, **options))
+
+
+def test_set_trainable_after_loading(tmp_path):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "out", UpscaleConfig(method="llama_pro"))
+    model = load(tmp_path / "out")
+    assert all(p.requires_grad for p in model.parameters())
+    set_trainable(model)
+    trained = {n.split(".")[2] for n, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"2", "5"}
 
 
 def test_a_plain_save_keeps_the_record(tmp_path):

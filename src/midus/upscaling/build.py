@@ -1,7 +1,7 @@
 """Grows a model that is in memory.
 
-The new model shares the base's weights (the base stays usable); only the new blocks take memory.
-What the method does not train is frozen in the new model.
+The new model shares the base's weights where the method leaves them frozen, so that only the new
+blocks take memory and the base stays usable; a method that trains everything gets copies.
 """
 
 import copy
@@ -57,7 +57,12 @@ def upscale(
 
     base_state = model.state_dict()
     positions = base_positions(new_config)
-    state = {renumber(name, positions): tensor for name, tensor in base_state.items()}
+    method = find_method(config.method)
+    state = {
+        # Shared with the base, unless training would change the base's weights under its feet.
+        renumber(name, positions): tensor.clone() if method.trains == "all" else tensor
+        for name, tensor in base_state.items()
+    }
     growth = Growth(
         BaseBlocks(block_names(base_state, len(positions)), lambda name: base_state[name].cpu()),
         plan,
@@ -66,7 +71,7 @@ def upscale(
         model.dtype,
         track,
     )
-    for position, block in find_method(config.method).make_blocks(growth):
+    for position, block in method.make_blocks(growth):
         device = base_state[f"model.layers.{plan.sources[position]}.self_attn.q_proj.weight"].device
         for name, tensor in block.items():
             state[f"model.layers.{position}.{name}"] = tensor.to(device)

@@ -1,5 +1,6 @@
 """The up-scaling methods by name, each one small file, and what is decided before one runs."""
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ METHODS: dict[str, Method] = {
 }
 
 
+# Which method the options that begin so belong to.
+_OWNERS = {"memory": "midus", "ot": "opt_deus", "lesa": "lesa"}
+
+
 def find_method(name: str) -> Method:
     """The method of that name."""
     if name not in METHODS:
@@ -53,6 +58,7 @@ def plan_upscaling(
             "the base already has memory blocks; up-scale its own base with more blocks instead"
         )
     find_family(base_config.model_type)
+    _refuse_unused_options(config, method)
     if getattr(base_config, "quantization_config", None):
         raise MidusError(
             "the base is quantized, and a quantized checkpoint cannot be grown; "
@@ -80,6 +86,19 @@ def plan_upscaling(
     with torch.device("meta"):
         MemoryBlock(new_config, plan.positions[0])  # refuses shapes that the layer cannot have
     return plan, new_config
+
+
+def _refuse_unused_options(config: UpscaleConfig, method: Method) -> None:
+    """Refuses options of another method, which would be ignored."""
+    default = UpscaleConfig()
+    for field in fields(config):
+        owner = _OWNERS.get(field.name.split("_")[0])
+        if owner not in (None, method.name) and getattr(config, field.name) != getattr(
+            default, field.name
+        ):
+            raise MidusError(
+                f"{field.name} is an option of method {owner!r}; leave it out for {method.name!r}"
+            )
 
 
 def remarks(memory: MemoryConfig) -> list[str]:

@@ -116,7 +116,8 @@ def upscale_checkpoint(
     dtype = dtype or _main_dtype(weights, folder)
     base_model = {
         "id": source_id(base),
-        "revision": getattr(base_config, "_commit_hash", None),
+        # The hub's cache keeps each revision in a folder of its name.
+        "revision": folder.name if folder.parent.name == "snapshots" else None,
         "fingerprint": fingerprint(weights, base_config.tie_word_embeddings, hash_all),
         "licence": read_licence(folder),
     }
