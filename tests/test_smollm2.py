@@ -34,6 +34,16 @@ def test_growing_changes_no_logit(tmp_path, dtype):
     assert 10 < result.base_perplexity < 200
 
 
+def test_llama_pro_changes_no_logit_and_is_a_plain_llama(tmp_path):
+    base = load_model("smollm2-135m")
+    grown = upscale(base, UpscaleConfig(method="llama_pro"))
+    assert type(grown) is type(base)
+    assert len(grown.model.layers) == 45
+    ids = load_tokenizer("smollm2-135m")(sample_text()[:800], return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert torch.equal(grown(ids).logits, base(ids).logits)
+
+
 def test_growing_in_memory_generates_the_same_text():
     tokenizer = load_tokenizer("smollm2-135m")
     base = load_model("smollm2-135m")

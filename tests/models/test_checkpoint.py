@@ -18,7 +18,7 @@ from midus.models import atomic
 from midus.models.fingerprint import fingerprint
 from midus.models.loading import load_model
 from midus.models.weights import Weights
-from midus.upscaling import merge_delta
+from midus.upscaling import merge_delta, stored
 
 CONFIG = UpscaleConfig(memory=MEMORY)
 
@@ -110,6 +110,15 @@ def test_a_full_checkpoint_is_read_by_the_safetensors_package(tmp_path):
     assert torch.equal(
         tensors["model.layers.5.mlp.up_proj.weight"], base.model.layers[3].mlp.up_proj.weight
     )
+
+
+def test_inserted_blocks_are_written_as_they_come(tmp_path, monkeypatch):
+    base = save_base(tmp_path / "base")
+    monkeypatch.setattr(stored, "_SHARD_BYTES", 1)
+    upscale_checkpoint(tmp_path / "base", tmp_path / "full", CONFIG)
+    names = sorted(path.name for path in (tmp_path / "full").glob("*.safetensors"))
+    assert names == [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert same_state(load(tmp_path / "full"), upscale(base, CONFIG))
 
 
 def test_checkpoints_carry_tokenizer_card_and_licence(tmp_path):

@@ -23,8 +23,8 @@ def describe(config: Any, upscale_config: UpscaleConfig | None = None) -> dict[s
     if not record_of(config):
         _, config = plan_upscaling(config, upscale_config or UpscaleConfig(), {})
     record = record_of(config)
-    total, trainable = count_parameters(config)
-    inserted = count_inserted(config)
+    total, inserted = count_parameters(config)
+    trainable = inserted if record["trainable"] == "inserted" else total
     return {
         "family": config.model_type.removeprefix(PREFIX),
         "method": record["method"],
@@ -54,16 +54,12 @@ def plan_of(config: Any) -> StackPlan:
 
 
 def count_parameters(config: Any) -> tuple[int, int]:
-    """All parameters of a grown model, and those its method trains."""
-    total = sum(p.numel() for p in make_meta_model(config).parameters())  # tied ones come once
-    everything = record_of(config)["trainable"] != "inserted"
-    return total, total if everything else count_inserted(config)
-
-
-def count_inserted(config: Any) -> int:
-    """Parameters of the inserted blocks."""
-    model = make_meta_model(config)
-    return sum(p.numel() for name, p in model.named_parameters() if is_inserted(name, config))
+    """All parameters of a grown model, and those of its inserted blocks."""
+    total = inserted = 0
+    for name, parameter in make_meta_model(config).named_parameters():  # tied ones come once
+        total += parameter.numel()
+        inserted += parameter.numel() if is_inserted(name, config) else 0
+    return total, inserted
 
 
 def _count_slots(config: Any) -> int:

@@ -7,6 +7,7 @@ a time.
 import json
 import shutil
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -33,15 +34,16 @@ from midus.models.configuration import read_config
 from midus.models.delta import base_licence
 from midus.models.fingerprint import fingerprint, is_base_tensor
 from midus.models.fitting import refuse_misfit
-from midus.models.record import is_delta, update_record
+from midus.models.record import inserted_positions, is_delta, update_record
 from midus.models.sources import resolve_source, source_id
 from midus.models.weights import INDEX_NAME, Weights, same_tensor, write_copy
-from midus.upscaling.inspect import count_inserted
+from midus.upscaling.inspect import count_parameters
 from midus.upscaling.method import BaseBlocks, Growth, Track
 from midus.upscaling.methods import find_method, plan_upscaling
 from midus.upscaling.plan import StackPlan
 from midus.upscaling.proof import prove_identity
 
+_SHARD_BYTES = 2 << 30
 _COMPANIONS = (
     "generation_config.json",
     "tokenizer*",
@@ -133,20 +135,21 @@ def upscale_checkpoint(
         dtype,
         track,
     )
-    inserted: dict[str, Tensor] = {}
-    for position, block in method.make_blocks(growth):
-        inserted.update({f"model.layers.{position}.{name}": t for name, t in block.items()})
-
+    blocks = (
+        {f"model.layers.{position}.{name}": tensor for name, tensor in block.items()}
+        for position, block in method.make_blocks(growth)
+    )
     equal: int | None = None
     with atomic_folder(target, overwrite) as work:
         if delta:
+            inserted = {name: tensor for block in blocks for name, tensor in block.items()}
             _save_tensors(inserted, work / DELTA_NAME)
+            del inserted
             written = Weights.open_file(work / DELTA_NAME)
         else:
-            _write_full(work, weights, inserted, new_config, dtype, track)
+            _write_full(work, weights, blocks, new_config, dtype, track)
             written = Weights.open_folder(work)
             equal = _prove_base(weights, written, new_config, dtype, track)
-        inserted.clear()
         _copy_companions(folder, work)
         write_surroundings(work, new_config, base_licence(new_config), [])
         proven = None
@@ -190,8 +193,12 @@ def merge_delta(
     dtype = getattr(torch, str(config.dtype).removeprefix("torch."))
     check_space(target, _num_bytes(weights, config, dtype))
     with atomic_folder(target, overwrite) as work:
-        inserted = {name: tensors.read(name) for name in tensors}
-        _write_full(work, weights, inserted, config, dtype, track)
+        positions = inserted_positions(config)
+        blocks = (
+            {f"model.layers.{p}.{name}": t for name, t in _read_block(tensors, p).items()}
+            for p in positions
+        )
+        _write_full(work, weights, blocks, config, dtype, track)
         _copy_companions(folder, work)
         write_surroundings(work, config, base_licence(config), [])
     return target
@@ -200,27 +207,42 @@ def merge_delta(
 def _write_full(
     work: Path,
     weights: Weights,
-    inserted: dict[str, Tensor],
+    blocks: Iterable[dict[str, Tensor]],
     config: Any,
     dtype: torch.dtype,
     track: Track,
 ) -> None:
+    """Writes the base's files under their new names, then the inserted blocks as they come."""
     names = base_names(weights, config)
-    files = weights.by_file()
-    num_files = len(files) + bool(inserted)
-    weight_map: dict[str, str] = {}
-    for number, (_, file_names) in enumerate(track(files.items(), "copying the base"), start=1):
-        shard = f"model-{number:05}-of-{num_files:05}.safetensors"
+    parts: list[tuple[Path, list[str]]] = []
+    for file_names in track(weights.by_file().values(), "copying the base"):
         kept = {old: names[old] for old in file_names if old in names}
-        write_copy(work / shard, weights, kept, dtype)
-        weight_map.update(dict.fromkeys(kept.values(), shard))
-    if inserted:
-        shard = f"model-{num_files:05}-of-{num_files:05}.safetensors"
-        _save_tensors(inserted, work / shard)
-        weight_map.update(dict.fromkeys(inserted, shard))
-    total = sum(path.stat().st_size for path in work.glob("*.safetensors"))
+        parts.append((work / f"part-{len(parts)}", list(kept.values())))
+        write_copy(parts[-1][0], weights, kept, dtype)
+    for tensors in _grouped(blocks):
+        parts.append((work / f"part-{len(parts)}", list(tensors)))
+        _save_tensors(tensors, parts[-1][0])
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, (path, tensor_names) in enumerate(parts, start=1):
+        shard = f"model-{number:05}-of-{len(parts):05}.safetensors"
+        total += path.stat().st_size
+        path.rename(work / shard)
+        weight_map.update(dict.fromkeys(tensor_names, shard))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (work / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _grouped(blocks: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Blocks put together into shards, so that few are in memory at a time."""
+    group: dict[str, Tensor] = {}
+    for block in blocks:
+        group |= block
+        if sum(tensor.nbytes for tensor in group.values()) >= _SHARD_BYTES:
+            yield group
+            group = {}
+    if group:
+        yield group
 
 
 def _prove_base(
@@ -263,7 +285,7 @@ def _num_bytes(weights: Weights, config: Any, dtype: torch.dtype) -> int:
     """What the new checkpoint will take on disk, counted before anything is made."""
     names = {name for name in weights if is_base_tensor(name, config.tie_word_embeddings)}
     base = 0 if is_delta(config) else sum(prod(weights[name].shape) for name in names)
-    return (base + count_inserted(config)) * dtype.itemsize
+    return (base + count_parameters(config)[1]) * dtype.itemsize
 
 
 def _main_dtype(weights: Weights, folder: Path) -> torch.dtype:
