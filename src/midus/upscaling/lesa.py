@@ -6,7 +6,7 @@ predictor learns ``V_l`` from ``V_{l-1}`` and ``V_{l+1}``, row by row, and then 
 is copied from base block 0, as in the published notebooks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -51,15 +51,19 @@ def make_blocks(growth: Growth) -> Iterator[tuple[int, dict[str, Tensor]]]:
         position: {name: tensor.to(growth.dtype).clone() for name, tensor in first.items()}
         for position, _ in growth.inserted()
     }
-    for matrix in growth.track(MATRICES, "training LESA's predictors"):
+    epochs = growth.options.lesa_epochs
+    # One step of the progress bar an epoch, so that it can tell early how long all will take.
+    steps = iter(growth.track(range(len(MATRICES) * epochs), "training LESA's predictors"))
+    for matrix in MATRICES:
         name = f"{matrix}.weight"
         weights = [growth.base.read(layer, name).float() for layer in range(len(growth.base))]
         left, rows = decompose(weights)
-        predictor = train_predictor(rows, growth.options.seed, growth.options.lesa_epochs)
+        predictor = train_predictor(rows, growth.options.seed, epochs, lambda: next(steps))
         for position, anchor in growth.inserted():
             pair = torch.cat([rows[anchor - 1], rows[anchor]], dim=1)
             with torch.no_grad():
                 blocks[position][name] = (left @ predictor(pair)).to(growth.dtype)
+    next(steps, None)  # the bar's last step
     yield from blocks.items()
 
 
@@ -88,7 +92,9 @@ def make_predictor(width: int) -> nn.Sequential:
     )
 
 
-def train_predictor(rows: list[Tensor], seed: int, epochs: int) -> nn.Sequential:
+def train_predictor(
+    rows: list[Tensor], seed: int, epochs: int, on_epoch: Callable[[], object] = lambda: None
+) -> nn.Sequential:
     """Learns each inner block's rows from its neighbours' rows."""
     inputs = torch.cat(
         [torch.cat([rows[i - 1], rows[i + 1]], dim=1) for i in range(1, len(rows) - 1)]
@@ -99,6 +105,7 @@ def train_predictor(rows: list[Tensor], seed: int, epochs: int) -> nn.Sequential
         predictor = make_predictor(targets.shape[1])
         optimizer = torch.optim.AdamW(predictor.parameters(), lr=_LEARNING_RATE)
         for _ in range(epochs):
+            on_epoch()
             for batch in torch.randperm(len(inputs)).split(_BATCH):
                 predicted, target = predictor(inputs[batch]), targets[batch]
                 size = (predicted.norm() - target.norm()).square()
