@@ -55,6 +55,7 @@ def test_recall_against_the_whole_grid(record_property):
     best = grid.sum(-1).flatten(2).topk(4).indices
     hits = (slots.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).float().mean().item()
     record_property("recall", hits)
+    print(f"recall of rank-1 routing: {hits:.3f}")
     assert hits > 5 * 4 / SUBKEYS**2
 
 
