@@ -15,6 +15,8 @@ def test_every_option_has_one_help_text():
     ("options", "message"),
     [
         ({"top_k": 9, "num_subkeys": 8}, "top_k=9 is more than num_subkeys=8"),
+        ({"top_k": None}, "top_k=None"),
+        ({"num_subkeys": None}, "num_subkeys=None"),
         ({"top_k": 0}, "top_k=0 must be a whole number from 1 to"),
         ({"num_subkeys": -1}, "num_subkeys=-1"),
         ({"latent_dim": 0}, "latent_dim=0"),
@@ -44,6 +46,11 @@ def test_placement_and_positions_exclude_each_other():
         {"seed": -1},
         {"memory": {"top_k": 2}},
         {"num_inserted": 1.0},
+        {"seed": None},
+        {"lesa_epochs": None},
+        {"ot_reg": "a"},
+        {"ot_reg": float("inf")},
+        {"ot_rescale": "no"},
     ],
     ids=str,
 )

@@ -27,7 +27,7 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
 
 def _whole_number(name: str, value: Any, smallest: int, largest: int) -> None:
     is_number = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (is_number and smallest <= value <= largest):
+    if not (is_number and smallest <= value <= largest):
         raise MidusError(
             f"{name}={value!r} must be a whole number from {smallest:,} to {largest:,}"
         )
@@ -76,18 +76,15 @@ class MemoryConfig:
         """Check what can be checked without a model."""
         _whole_number("num_subkeys", self.num_subkeys, 1, _LARGEST_SIZE)
         _whole_number("top_k", self.top_k, 1, _LARGEST_SIZE)
-        _whole_number("latent_dim", self.latent_dim, 1, _LARGEST_SIZE)
+        if self.latent_dim is not None:
+            _whole_number("latent_dim", self.latent_dim, 1, _LARGEST_SIZE)
         if self.top_k > self.num_subkeys:
             raise MidusError(
                 f"top_k={self.top_k} is more than num_subkeys={self.num_subkeys}; "
                 "lower top_k or raise num_subkeys"
             )
         _one_of("values", self.values, VALUE_KINDS)
-        if self.kind != "hml" and (self.values != "hive" or self.latent_dim is not None):
-            raise MidusError(
-                f"values={self.values!r} and latent_dim={self.latent_dim} are options of hml; "
-                f"leave them out for memory layer {self.kind!r}"
-            )
+        self._refuse_unused()
         # The other layers read a(x) = x + Attn(LN(x)) through a query projection (Eq. 2); HML
         # reads the head outputs as they are.
         for name in ("attention_residual", "attn_output_proj", "query_proj"):
@@ -96,6 +93,23 @@ class MemoryConfig:
         _one_of("query_norm", self.query_norm, QUERY_NORMS)
         _one_of("key_init", self.key_init, KEY_INITS)
         _one_of("value_proj_init", self.value_proj_init, VALUE_PROJ_INITS)
+
+    def _refuse_unused(self) -> None:
+        """Refuses options that this memory layer would ignore."""
+        hive = self.kind == "hml" and self.values == "hive"
+        used_by = {
+            "values": ("hml", self.kind == "hml"),
+            "latent_dim": ("hml with hive values", hive),
+            "value_proj_init": ("hml with hive values", hive),
+            "key_init": ("hml, linear and pkm", self.kind != "ultramem"),
+        }
+        for name, (owners, is_used) in used_by.items():
+            default = type(self).__dataclass_fields__[name].default
+            if not is_used and getattr(self, name) != default:
+                raise MidusError(
+                    f"{name}={getattr(self, name)!r} is an option of {owners}; leave it out for "
+                    f"memory layer {self.kind!r}"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -137,13 +151,18 @@ class UpscaleConfig:
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model."""
-        _whole_number("num_inserted", self.num_inserted, 1, _LARGEST_SIZE)
+        if self.num_inserted is not None:
+            _whole_number("num_inserted", self.num_inserted, 1, _LARGEST_SIZE)
         _whole_number("seed", self.seed, 0, 2**32 - 1)
         _whole_number("ot_max_iter", self.ot_max_iter, 1, 10**9)
         _whole_number("lesa_epochs", self.lesa_epochs, 1, 10**6)
         for name in ("ot_reg", "ot_tolerance"):
-            if not getattr(self, name) > 0:
-                raise MidusError(f"{name}={getattr(self, name)!r} must be more than 0")
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 1e-12 <= value <= 1e12:
+                raise MidusError(f"{name}={value!r} must be a number from 1e-12 to 1e12")
+        for name in ("ot_normalize_cost", "ot_rescale"):
+            if not isinstance(getattr(self, name), bool):
+                raise MidusError(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.memory, MemoryConfig):
             raise MidusError(f"memory={self.memory!r} must be a MemoryConfig")
         if self.positions is None:

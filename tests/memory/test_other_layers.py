@@ -106,6 +106,14 @@ def test_zero_at_the_start_then_everything_learns(kind):
         optimizer.step()
 
 
+def test_ultramem_in_bfloat16_routes_as_float32_does():
+    layer = make_layer("ultramem", hidden=256, heads=2, num_subkeys=32).to(torch.bfloat16)
+    queries = torch.randn(200, 2, 128).to(torch.bfloat16)
+    slots, _ = layer.keys(queries)
+    wide, _ = layer.float().keys(queries.float())
+    assert torch.equal(slots, wide)
+
+
 def test_ultramem_slots_are_four_views_of_one_table():
     layer = make_layer("ultramem")
     assert layer.num_slots == 4 * 36
@@ -153,10 +161,22 @@ def test_hml_value_families(values):
     assert not make_layer("hml", values=values)(attended).any()
 
 
-def test_hml_options_are_refused_elsewhere():
-    with pytest.raises(MidusError, match="options of hml"):
-        MemoryConfig(kind="pkm", values="shared")
-    with pytest.raises(MidusError, match="options of hml"):
-        MemoryConfig(kind="linear", latent_dim=4)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "pkm", "values": "shared"},
+        {"kind": "linear", "latent_dim": 4},
+        {"kind": "pkm", "value_proj_init": "identity"},
+        {"kind": "ultramem", "key_init": "normal"},
+        {"values": "shared", "latent_dim": 5},
+    ],
+    ids=str,
+)
+def test_options_a_layer_would_ignore_are_refused(options):
+    with pytest.raises(MidusError, match="is an option of"):
+        MemoryConfig(**options)
+
+
+def test_unknown_values_are_refused():
     with pytest.raises(MidusError, match="choose one of hive, shared, independent"):
         MemoryConfig(values="none")

@@ -516,5 +516,6 @@ def test_push_to_hub_uploads_weights_stub_and_card(tmp_path, monkeypatch, way, d
             "midus.json",
             "modeling_midus.py",
             weights,
+            *(["tokenizer.json", "tokenizer_config.json"] if delta else []),
         ]
     )

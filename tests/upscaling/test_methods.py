@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import every_family, load, prompt_ids, save_base, tiny_base, tiny_config
 from transformers import AutoModelForCausalLM
 
@@ -58,6 +59,7 @@ def test_solar_ranges(depth, inserted, ranges):
 
 
 def test_stack_and_gradual_stack():
+    assert sources("stack", 2, num_inserted=5) == [0, 1, 0, 1, 0, 1, 0]
     assert sources("stack", 4, num_inserted=3) == [0, 1, 2, 3, 0, 1, 2]
     assert sources("gradual_stack", 16) == [*range(16), *range(8, 16)]
     assert sources("gradual_stack", 32) == [*range(32), *range(16, 32)]
@@ -92,6 +94,10 @@ def test_a_left_neighbour_is_needed(method, options):
 def test_ranges_take_no_placement(method):
     with pytest.raises(MidusError, match="takes no placement"):
         sources(method, 4, placement="top_heavy")
+
+
+@pytest.mark.parametrize("method", ["solar", "gradual_stack"])
+def test_ranges_that_overlap_use_a_block_at_most_twice(method):
     with pytest.raises(MidusError, match="num_inserted=5 is out of range"):
         sources(method, 4, num_inserted=5)
 
@@ -416,6 +422,109 @@ def test_set_trainable_after_loading(tmp_path):
     set_trainable(model)
     trained = {n.split(".")[2] for n, p in model.named_parameters() if p.requires_grad}
     assert trained == {"2", "5"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stored_rotary_tables_are_left_behind(tmp_path, method):
+    save_base(tmp_path / "base")
+    path = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(path)
+    for layer in range(4):
+        tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, path, {"format": "pt"})
+    upscale_checkpoint(tmp_path / "base", tmp_path / "out", quick(method))
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["unexpected_keys"]
+    assert not info["missing_keys"]
+
+
+def test_a_bases_own_code_is_not_referred_to(tmp_path):
+    save_base(tmp_path / "base")
+    path = tmp_path / "base" / "config.json"
+    values = {**json.loads(path.read_text()), "auto_map": {"AutoModelForCausalLM": "its.Own"}}
+    path.write_text(json.dumps(values))
+    upscale_checkpoint(tmp_path / "base", tmp_path / "out", UpscaleConfig(method="llama_pro"))
+    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_a_grown_model_can_grow_again_and_forgets_its_first_record(tmp_path):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "pro", UpscaleConfig(method="llama_pro"))
+    upscale_checkpoint(tmp_path / "pro", tmp_path / "grown", UpscaleConfig(num_inserted=1))
+    values = json.loads((tmp_path / "grown" / "config.json").read_text())
+    assert "midus" not in values
+    assert values["num_hidden_layers"] == 7
+
+
+def test_a_delta_keeps_the_users_card_and_brings_the_tokenizer(tmp_path):
+    save_base(tmp_path / "base")
+    grown = upscale(load(tmp_path / "base"), UpscaleConfig(method="llama_pro"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("my own card")
+    save_delta(grown, tmp_path / "mine")
+    assert (tmp_path / "mine" / "README.md").read_text() == "my own card"
+    (tmp_path / "mine" / "tokenizer.json").write_text("my own tokenizer")
+    save_delta(grown, tmp_path / "mine")
+    assert (tmp_path / "mine" / "tokenizer.json").read_text() == "my own tokenizer"
+    save_delta(grown, tmp_path / "other")
+    assert (tmp_path / "other" / "tokenizer.json").is_file()
+    assert "midus.load_model" in (tmp_path / "other" / "README.md").read_text()
+
+
+def test_only_grown_models_have_deltas(tmp_path):
+    with pytest.raises(MidusError, match="was not grown by midus"):
+        save_delta(tiny_base(), tmp_path / "delta")
+
+
+def test_a_delta_is_not_a_base(tmp_path):
+    save_base(tmp_path / "base")
+    config = UpscaleConfig(method="llama_pro")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "delta", config, delta=True)
+    with pytest.raises(MidusError, match="make one with midus merge"):
+        upscale_checkpoint(tmp_path / "delta", tmp_path / "out", config)
+
+
+@pytest.mark.parametrize(
+    "record",
+    ["hello", {}, {"method": "solar", "trainable": "all", "positions": [2, 50], "anchors": [1, 2]}],
+    ids=str,
+)
+def test_a_damaged_record_is_refused(midus, tmp_path, record):
+    save_base(tmp_path / "base")
+    path = tmp_path / "base" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "midus": record}))
+    result = midus("inspect", tmp_path / "base")
+    assert result.code == 2
+    assert "does not describe a model of 4 blocks" in result.err
+
+
+def test_the_record_is_read_from_its_file_too(midus, tmp_path):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "out", UpscaleConfig(method="llama_pro"))
+    path = tmp_path / "out" / "config.json"
+    values = json.loads(path.read_text())
+    del values["midus"]
+    path.write_text(json.dumps(values))
+    assert json.loads(midus("inspect", tmp_path / "out", "--json").out)["method"] == "llama_pro"
+
+
+def test_transport_that_has_not_converged_is_said():
+    torch.manual_seed(0)
+    first, second = 3 * torch.randn(64, 64), 3 * torch.randn(64, 64)
+    with pytest.warns(UserWarning, match="did not come within ot_tolerance"):
+        opt_deus.transport(first, second, UpscaleConfig(ot_max_iter=20))
+
+
+def test_weights_that_are_not_numbers_are_refused():
+    base = tiny_base()
+    base.model.layers[1].self_attn.q_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(MidusError, match="not finite"):
+        upscale(base, quick("lesa"))
+
+
+def test_lesa_in_inference_mode():
+    with torch.inference_mode():
+        upscale(tiny_base(), quick("lesa"))
 
 
 def test_a_plain_save_keeps_the_record(tmp_path):

@@ -78,13 +78,16 @@ def print_notes(notes: list[str]) -> None:
         out.print(f"note       {note}", style="yellow")
 
 
-def print_proof(done: Any, base: str) -> None:
-    """What an up-scaling was shown to preserve, or that it preserves nothing."""
+def print_proof(done: Any, base: str, change: float | None) -> None:
+    """What an up-scaling was shown to preserve, or by how much it changes the output."""
     if done.identity_blocks is None:
+        measured = (
+            f"by how much: midus verify {base} {done.folder}"
+            if change is None
+            else f"largest |Δ logit| {change:.4g} on 64 tokens"
+        )
         out.print(
-            f"changed    this method does not preserve the function; by how much: "
-            f"midus verify {base} {done.folder}",
-            style="yellow",
+            f"changed    this method does not preserve the function; {measured}", style="yellow"
         )
         return
     tensors = (

@@ -28,13 +28,12 @@ def inspect(
 
     console.quieten_libraries()
     model_config = target_config(target)
-    if record_of(model_config):
-        if config != UpscaleConfig():
-            raise MidusError(
-                f"{target} is up-scaled already; the options say how a base would be, so leave "
-                "them out"
-            )
-    else:
+    has_options = config != UpscaleConfig()
+    if has_options and is_upscaled(model_config.model_type):
+        raise MidusError(
+            f"{target} is up-scaled already; the options say how a base would be, so leave them out"
+        )
+    if has_options or not record_of(model_config):
         _, model_config = plan_upscaling(model_config, config, {})
     facts = describe(model_config)
     if as_json:

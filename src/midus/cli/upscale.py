@@ -8,6 +8,9 @@ import typer
 from midus.cli import options
 from midus.config import UpscaleConfig
 
+# Methods that change the function say by how much, where running both models costs little.
+_MEASURED_UP_TO = 1_000_000_000
+
 
 @options.with_upscale_options
 def upscale(
@@ -32,6 +35,7 @@ def upscale(
 ) -> None:
     """Insert blocks into a stored model and prove that it still computes the same."""
     from midus.cli import console
+    from midus.evaluation.verify import verify
     from midus.models.atomic import check_target
     from midus.models.configuration import read_config
     from midus.models.record import base_of
@@ -40,10 +44,12 @@ def upscale(
     from midus.upscaling import upscale_checkpoint
     from midus.upscaling.inspect import describe, plan_of
     from midus.upscaling.methods import plan_upscaling, remarks
+    from midus.upscaling.stored import refuse_delta
 
     console.quieten_libraries()
     torch_dtype = dtype_named(dtype) if dtype else None
     check_target(out, overwrite)
+    refuse_delta(config, delta)
     _, planned = plan_upscaling(read_config(resolve_source(base, config_only=True)), config, {})
     facts = describe(planned)
     notes = remarks(config.memory) if config.method == "midus" else []
@@ -72,8 +78,12 @@ def upscale(
             "identity_blocks": done.identity_blocks,
             "equal_base_tensors": done.equal_base_tensors,
         }
+        change = None
+        if done.identity_blocks is None and facts["params"]["total"] <= _MEASURED_UP_TO:
+            change = verify(base, out, max_tokens=64, track=console.track).max_abs_logit_diff
+            result["max_abs_logit_diff"] = change
         if not as_json:
             console.out.print(f"written    {done.folder} ({done.num_bytes / 1e6:,.1f} MB)")
-            console.print_proof(done, base)
+            console.print_proof(done, base, change)
     if as_json:
         console.print_json(result)

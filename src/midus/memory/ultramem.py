@@ -29,9 +29,14 @@ RANK = 2
 
 
 def _fixed_norm(tensor: Tensor, dim: int) -> Tensor:
-    """LayerNorm over ``dim`` with the fixed scale the reference starts from, width^-0.33."""
-    tensor = tensor.movedim(dim, -1)
-    normed: Tensor = F.layer_norm(tensor, tensor.shape[-1:]) * tensor.shape[-1] ** -0.33
+    """LayerNorm over ``dim`` with the fixed scale the reference starts from, width^-0.33.
+
+    In float32 or wider, like the scores that follow.
+    """
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    with torch.autocast(tensor.device.type, enabled=False):
+        tensor = tensor.movedim(dim, -1).to(dtype)
+        normed: Tensor = F.layer_norm(tensor, tensor.shape[-1:]) * tensor.shape[-1] ** -0.33
     return normed.movedim(-1, dim)
 
 

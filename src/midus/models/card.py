@@ -59,7 +59,14 @@ def write_card(folder: Path, config: Any, licence: dict[str, str], tags: list[st
     kind = "delta (the inserted tensors only)" if record.get("is_delta") else "full"
     positions = inserted_positions(config)
     inserted = "memory blocks" if has_memory else "copied blocks"
-    load = ["import midus", ""] if has_memory else []
+    load = [
+        *(["import midus"] if has_memory else []),
+        "from transformers import AutoModelForCausalLM",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("path/or/hub-id")',
+    ]
+    if record.get("is_delta") and not has_memory:
+        load = ["import midus", "", 'model = midus.load_model("path/or/hub-id")']
     lines = [
         "---",
         *(f"{key}: {json.dumps(value)}" for key, value in front.items()),
@@ -72,9 +79,6 @@ def write_card(folder: Path, config: Any, licence: dict[str, str], tags: list[st
         "",
         "```python",
         *load,
-        "from transformers import AutoModelForCausalLM",
-        "",
-        'model = AutoModelForCausalLM.from_pretrained("path/or/hub-id")',
         "```",
         "",
         f"The base's licence applies: {licence.get('license', 'not stated by the base')}.",

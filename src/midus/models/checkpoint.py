@@ -6,12 +6,13 @@ fingerprint in its config.
 """
 
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from midus.errors import MidusError
-from midus.models.card import auto_map, write_card, write_stub
+from midus.models.card import auto_map, is_our_card, write_card, write_stub
 from midus.models.families import is_upscaled
 from midus.models.fingerprint import covers_every_element, fingerprint, is_base_tensor
 from midus.models.record import base_of, inserted_positions, write_record
@@ -21,6 +22,19 @@ from midus.models.weights import Weights, same_tensor
 DELTA_NAME = "delta.safetensors"
 _BLOCK = re.compile(r"^(?:model\.)?layers\.(\d+)\.(.*)$")
 _HEAD = "lm_head.weight"
+_COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "spiece.model",
+    "LICENSE*",
+    "USE_POLICY*",
+    "NOTICE*",
+)
 
 
 def base_positions(config: Any) -> list[int]:
@@ -128,11 +142,41 @@ def refuse_foreign_tensors(delta: Iterable[str], config: Any) -> None:
             )
 
 
-def write_surroundings(folder: Path, config: Any, licence: dict[str, str], tags: list[str]) -> None:
-    """Writes card, record and config and, for classes of ours, the stub that loads them."""
+def copy_companions(source: Path, folder: Path, unless_in: Path | None = None) -> None:
+    """Copies tokenizer, generation settings and licence texts; never code, never the config.
+
+    Args:
+        source: Where they are.
+        folder: Where to put them.
+        unless_in: Folder whose own files of these names are to stay.
+    """
+    for pattern in _COMPANIONS:
+        for path in source.glob(pattern):
+            kept = unless_in is not None and (unless_in / path.name).exists()
+            if path.is_file() and path.suffix != ".py" and not kept:
+                shutil.copyfile(path, folder / path.name)
+
+
+def write_surroundings(
+    folder: Path,
+    config: Any,
+    licence: dict[str, str],
+    tags: list[str],
+    replacing: Path | None = None,
+) -> None:
+    """Writes card, record and config and, for classes of ours, the stub that loads them.
+
+    Args:
+        folder: Where to write.
+        config: Config of the model.
+        licence: Licence fields of the base.
+        tags: Tags of the card besides ours.
+        replacing: Folder whose own card, if it is not ours, is kept.
+    """
     if is_upscaled(config.model_type):
         config.auto_map = auto_map(config)
         write_stub(folder, config)
-    write_card(folder, config, licence, tags)
+    if replacing is None or is_our_card(replacing / "README.md"):
+        write_card(folder, config, licence, tags)
     write_record(folder, config)
     config.save_pretrained(folder)

@@ -12,7 +12,8 @@ from typing import Any
 
 from midus.config import MemoryConfig
 from midus.errors import MidusError
-from midus.models.families import FAMILIES, PREFIX, Family, find_family
+from midus.models.families import FAMILIES, PREFIX, Family, find_family, is_upscaled
+from midus.models.record import attach_record
 
 FORMAT_VERSION = 1
 
@@ -25,6 +26,7 @@ _NOT_INHERITED = (
     "quantization_config",
     "_name_or_path",
     "name_or_path",
+    "midus",
 )
 
 
@@ -134,6 +136,8 @@ def make_deeper_config(base_config: Any, source_layers: list[int], record: dict[
     if getattr(config, "layer_types", None):
         config.layer_types = [base_config.layer_types[i] for i in source_layers]
     config.name_or_path = ""
+    if hasattr(config, "auto_map"):
+        del config.auto_map  # a base's own code is not copied
     config.midus = record
     return config
 
@@ -154,7 +158,10 @@ def read_config(folder: Path) -> Any:
         )
     find_family(model_type)
     try:
-        return AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
+        if not is_upscaled(model_type):
+            attach_record(config, folder)
+        return config
     except MidusError:
         raise
     except Exception as error:

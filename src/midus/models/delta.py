@@ -13,6 +13,7 @@ from midus.models.card import read_licence
 from midus.models.checkpoint import (
     DELTA_NAME,
     base_names,
+    copy_companions,
     full_name,
     is_inserted,
     open_base,
@@ -98,7 +99,7 @@ def save_delta(model: Any, folder: str | Path, base: str | Path | None = None) -
     target = Path(folder)
     with atomic_folder(target, keep_others=True) as work:
         config = write_delta(model, work, target, base)
-        write_surroundings(work, config, base_licence(config), [])
+        write_surroundings(work, config, base_licence(config), [], replacing=target)
 
 
 def write_delta(model: Any, work: Path, target: Path, base: Any) -> Any:
@@ -106,6 +107,10 @@ def write_delta(model: Any, work: Path, target: Path, base: Any) -> Any:
     from safetensors.torch import save_file
 
     config = copy.deepcopy(model.config)
+    if not record_of(config):
+        raise MidusError(
+            f"{type(model).__name__} was not grown by midus, so it has no inserted tensors to save"
+        )
     if record_of(config).get("trainable") != "inserted":
         raise MidusError(
             f"method {record_of(config).get('method')!r} trains the base's weights too, which a "
@@ -116,7 +121,10 @@ def write_delta(model: Any, work: Path, target: Path, base: Any) -> Any:
             config, base_model={**base_of(config), "id": source_id(base), "revision": None}
         )
     weights = open_base(config)
-    refuse_overlap(target, *{entry.file.parent for entry in weights.values()})
+    folders = {entry.file.parent for entry in weights.values()}
+    refuse_overlap(target, *folders)
+    for folder in folders:
+        copy_companions(folder, work, unless_in=target)  # the tokenizer, above all
     state_dict = {full_name(name): tensor for name, tensor in model.state_dict().items()}
     _refuse_changed_base(weights, state_dict, config)
     known = base_of(config)

@@ -7,7 +7,6 @@ from typing import Any
 
 from midus.errors import MidusError
 from midus.models.atomic import atomic_folder
-from midus.models.card import is_our_card
 from midus.models.checkpoint import write_surroundings
 from midus.models.delta import HUB_KEYS, base_licence, load_delta, write_delta
 from midus.models.record import set_trainable
@@ -88,9 +87,7 @@ class CheckpointMixin:
             else:
                 super().save_pretrained(work, **kwargs)  # type: ignore[misc]
                 config = copy.deepcopy(self.config)
-            write_surroundings(work, config, base_licence(config), tags or [])
-            if not is_our_card(target / "README.md"):
-                (work / "README.md").unlink()  # the user's own stays
+            write_surroundings(work, config, base_licence(config), tags or [], replacing=target)
             written = [path.name for path in work.iterdir()] + ["README.md"]
         if push_to_hub:
             _upload(target, written, token=kwargs.get("token"), **upload)

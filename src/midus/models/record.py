@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from midus.errors import MidusError
 from midus.models.families import is_upscaled
 
 RECORD_NAME = "midus.json"
@@ -68,6 +69,31 @@ def set_trainable(model: Any) -> None:
     everything = record_of(model.config).get("trainable") != "inserted"
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(everything or is_inserted(name, model.config))
+
+
+def attach_record(config: Any, folder: Path) -> None:
+    """Gives a plain config the record of its folder, and refuses one that makes no sense."""
+    path = folder / RECORD_NAME
+    if getattr(config, "midus", None) is None and path.is_file():
+        try:
+            config.midus = json.loads(path.read_text())
+        except ValueError as error:
+            raise MidusError(f"{path} cannot be read ({error}); fetch it again") from error
+    record = getattr(config, "midus", None)
+    if record is None:
+        return
+    depth = config.num_hidden_layers
+    whole = isinstance(record, dict) and {"method", "trainable"} <= record.keys()
+    for name in ("positions", "anchors"):
+        indices = record.get(name) if whole else None
+        whole = isinstance(indices, list) and all(
+            isinstance(i, int) and 0 <= i < depth for i in indices
+        )
+    if not whole or len(record["positions"]) != len(record["anchors"]):
+        raise MidusError(
+            f"the midus record of {folder} does not describe a model of {depth} blocks; "
+            "fetch the checkpoint again"
+        )
 
 
 def write_record(folder: Path, config: Any) -> None:

@@ -212,6 +212,10 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(names)]
     if (folder / SINGLE_NAME).is_file():
         return [folder / SINGLE_NAME]
+    if (folder / "delta.safetensors").is_file():
+        raise MidusError(
+            f"{folder} is a delta, which holds no whole model; make one with midus merge"
+        )
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise MidusError(
             f"{folder} has pickle weights only (.bin), which can run code when opened; "

@@ -37,7 +37,10 @@ def interleave_copies(
 
 
 def stack_sources(
-    config: UpscaleConfig, num_base_layers: int, sources: Callable[[int], list[int]]
+    config: UpscaleConfig,
+    num_base_layers: int,
+    sources: Callable[[int], list[int]],
+    at_most_twice: bool = True,
 ) -> StackPlan:
     """A stack given as base indices; a block's second appearance is the inserted one.
 
@@ -45,6 +48,7 @@ def stack_sources(
         config: The user's number of blocks.
         num_base_layers: Blocks of the base.
         sources: Base indices of the final stack for a final depth.
+        at_most_twice: Whether the method uses each block at most twice.
     """
     if config.placement is not None or config.positions is not None:
         raise MidusError(
@@ -52,7 +56,7 @@ def stack_sources(
             "no positions; leave them out"
         )
     num_inserted = config.num_inserted or max(num_base_layers // 2, 1)
-    if num_inserted > num_base_layers:
+    if at_most_twice and num_inserted > num_base_layers:
         raise MidusError(
             f"num_inserted={num_inserted} is out of range for a base of {num_base_layers} blocks; "
             f"choose 1 to {num_base_layers}"

@@ -73,6 +73,8 @@ def decompose(weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     Through the eigenvectors of ``sum W_l W_l^T`` in float64, which needs no matrix wider than one.
     """
     gram = sum((w.double() @ w.double().T for w in weights), torch.zeros(()))
+    if not gram.isfinite().all():
+        raise MidusError("the base has weights that are not finite numbers; nothing can be learned")
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(0), vectors.flip(1)
     kept = values > values[0] * torch.finfo(torch.float64).eps * len(values)
@@ -100,7 +102,8 @@ def train_predictor(
         [torch.cat([rows[i - 1], rows[i + 1]], dim=1) for i in range(1, len(rows) - 1)]
     )
     targets = torch.cat(rows[1:-1])
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        inputs, targets = inputs.clone(), targets.clone()  # made in whatever mode the caller is in
         torch.manual_seed(seed)
         predictor = make_predictor(targets.shape[1])
         optimizer = torch.optim.AdamW(predictor.parameters(), lr=_LEARNING_RATE)

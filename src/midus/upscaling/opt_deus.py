@@ -11,6 +11,7 @@ numbers; ``ot_rescale`` multiplies the plan by n, which is what the method it bu
 evidently meant.
 """
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,7 +90,8 @@ def transport(first: Tensor, second: Tensor, options: UpscaleConfig) -> Tensor:
     if options.ot_normalize_cost:
         cost = cost / cost.max().clamp_min(torch.finfo(cost.dtype).tiny)
     rows, columns = cost.shape
-    plan: Tensor = ot.sinkhorn(
+    plan: Tensor
+    plan, log = ot.sinkhorn(
         torch.full((rows,), 1 / rows, dtype=cost.dtype),
         torch.full((columns,), 1 / columns, dtype=cost.dtype),
         cost,
@@ -98,7 +100,16 @@ def transport(first: Tensor, second: Tensor, options: UpscaleConfig) -> Tensor:
         numItermax=options.ot_max_iter,
         stopThr=options.ot_tolerance,
         warn=False,
+        log=True,
     )
+    if not plan.isfinite().all():
+        raise MidusError(f"ot_reg={options.ot_reg} gives no transport plan; use a larger one")
+    if log["err"] and log["err"][-1] > options.ot_tolerance:
+        warnings.warn(
+            f"a transport problem did not come within ot_tolerance={options.ot_tolerance} in "
+            f"{options.ot_max_iter} iterations; raise either for a better plan",
+            stacklevel=2,
+        )
     return plan.float() * (columns if options.ot_rescale else 1)
 
 

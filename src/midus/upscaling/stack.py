@@ -12,7 +12,7 @@ def make_plan(config: UpscaleConfig, num_base_layers: int) -> StackPlan:
     def sources(depth: int) -> list[int]:
         return [i % num_base_layers for i in range(depth)]
 
-    return stack_sources(config, num_base_layers, sources)
+    return stack_sources(config, num_base_layers, sources, at_most_twice=False)
 
 
 METHOD = Method(

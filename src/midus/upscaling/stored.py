@@ -5,7 +5,6 @@ a time.
 """
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from midus.models.checkpoint import (
     DELTA_NAME,
     base_names,
     block_names,
+    copy_companions,
     has_tied_head,
     open_base,
     refuse_foreign_tensors,
@@ -44,19 +44,6 @@ from midus.upscaling.plan import StackPlan
 from midus.upscaling.proof import prove_identity
 
 _SHARD_BYTES = 2 << 30
-_COMPANIONS = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "spiece.model",
-    "LICENSE*",
-    "USE_POLICY*",
-    "NOTICE*",
-)
 
 
 @dataclass(frozen=True)
@@ -103,11 +90,7 @@ def upscale_checkpoint(
     base_config = read_config(resolve_source(base, config_only=True))
     plan, new_config = plan_upscaling(base_config, config, {})
     method = find_method(config.method)
-    if delta and method.trains != "inserted":
-        raise MidusError(
-            f"method {method.name!r} trains the base's weights too, which a delta would lose; "
-            "write a full checkpoint"
-        )
+    refuse_delta(config, delta)
     folder = resolve_source(base)
     refuse_overlap(target, folder, Path(base))
     weights = Weights.open_folder(folder)
@@ -128,7 +111,10 @@ def upscale_checkpoint(
     check_space(target, _num_bytes(weights, new_config, dtype))
 
     growth = Growth(
-        BaseBlocks(block_names(weights, base_config.num_hidden_layers), weights.read),
+        BaseBlocks(
+            block_names(base_names(weights, new_config), base_config.num_hidden_layers),
+            weights.read,
+        ),
         plan,
         new_config,
         config,
@@ -150,13 +136,22 @@ def upscale_checkpoint(
             _write_full(work, weights, blocks, new_config, dtype, track)
             written = Weights.open_folder(work)
             equal = _prove_base(weights, written, new_config, dtype, track)
-        _copy_companions(folder, work)
+        copy_companions(folder, work)
         write_surroundings(work, new_config, base_licence(new_config), [])
         proven = None
         if method.preserves_function:
             proven = prove_identity(new_config, lambda p: _read_block(written, p), track)
         num_bytes = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
     return StoredUpscaling(target, new_config, plan, proven, equal, num_bytes)
+
+
+def refuse_delta(config: UpscaleConfig, delta: bool) -> None:
+    """Refuses a delta of a method that trains more than a delta holds."""
+    if delta and find_method(config.method).trains != "inserted":
+        raise MidusError(
+            f"method {config.method!r} trains the base's weights too, which a delta would lose; "
+            "write a full checkpoint"
+        )
 
 
 def merge_delta(
@@ -199,7 +194,7 @@ def merge_delta(
             for p in positions
         )
         _write_full(work, weights, blocks, config, dtype, track)
-        _copy_companions(folder, work)
+        copy_companions(folder, work)
         write_surroundings(work, config, base_licence(config), [])
     return target
 
@@ -271,14 +266,6 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(tensors, path, metadata={"format": "pt"})
-
-
-def _copy_companions(source: Path, work: Path) -> None:
-    """Tokenizer, generation settings and licence texts; never code, never the config."""
-    for pattern in _COMPANIONS:
-        for path in source.glob(pattern):
-            if path.is_file() and path.suffix != ".py":
-                shutil.copyfile(path, work / path.name)
 
 
 def _num_bytes(weights: Weights, config: Any, dtype: torch.dtype) -> int:
