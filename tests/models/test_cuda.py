@@ -4,7 +4,8 @@ import pytest
 import torch
 from tiny import MEMORY, TOLERANCE, every_family, grown, prompt_ids, relative_error, tiny_base
 
-from midus import UpscaleConfig, upscale
+from midus import MemoryConfig, UpscaleConfig, upscale
+from midus.memory import MEMORY_LAYERS
 
 pytestmark = pytest.mark.gpu
 
@@ -50,11 +51,15 @@ def test_compiled_fullgraph_equals_eager():
     assert relative_error(compiled, eager) < TOLERANCE[torch.float32]
 
 
-def test_gradients_match_the_cpu():
+@pytest.mark.parametrize("kind", MEMORY_LAYERS)
+def test_every_memory_layer_starts_as_the_base_and_has_the_cpus_gradients(kind):
+    memory = MemoryConfig(kind=kind, num_subkeys=8)
+    fresh = grown(filled=False, memory=memory).cuda()
     ids = prompt_ids(2)
+    assert torch.equal(fresh(ids.cuda()).logits, tiny_base().cuda()(ids.cuda()).logits)
     grads = []
     for device in ("cpu", "cuda"):
-        model = grown().to(device)
+        model = grown(memory=memory).to(device)
         model(ids.to(device), labels=ids.to(device), use_cache=False).loss.backward()
         grads.append({n: p.grad.cpu() for n, p in model.named_parameters() if p.requires_grad})
     for name, expected in grads[0].items():

@@ -192,7 +192,7 @@ def dense_plan(first, second, reg, iterations=4000):
 
 @pytest.mark.parametrize("rescale", [False, True])
 def test_opt_deus_against_a_dense_computation(rescale):
-    """PRIOR ART: OpT-DeUS as published, and with plans multiplied by their number of rows."""
+    """The fusion as published, and with plans multiplied by their number of rows."""
     base = tiny_base(num_key_value_heads=4)
     torch.manual_seed(2)
     for name, parameter in base.named_parameters():
