@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from midus.errors import MidusError
@@ -81,13 +82,13 @@ def verify(
         for i, piece in enumerate(track(windows, "running the base")):
             logits = _logits(model, piece)
             base_nll += _nll(logits, piece)
-            torch.save(logits, Path(scratch) / f"{i}.pt")
+            save_file({"logits": logits}, Path(scratch) / f"{i}.safetensors")
         del model
         model = load_model(upscaled, base=_base_for(upscaled, base), dtype=dtype, device=device)
         nll = divergence = largest = 0.0
         for i, piece in enumerate(track(windows, "running the up-scaled model")):
             logits = _logits(model, piece)
-            reference = torch.load(Path(scratch) / f"{i}.pt", weights_only=True)
+            reference = load_file(Path(scratch) / f"{i}.safetensors")["logits"]
             if logits.shape != reference.shape:
                 raise MidusError(
                     f"{upscaled} has a vocabulary of {logits.shape[-1]}, its base of "
