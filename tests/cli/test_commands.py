@@ -154,6 +154,23 @@ def test_dry_run_fetches_no_weights(midus, base, tmp_path, monkeypatch):
     assert any("*.safetensors" in patterns for patterns in asked)
 
 
+def test_warnings_are_notes_of_one_line(base, tmp_path):
+    import subprocess
+    import sys
+
+    command = ["upscale", str(base), str(tmp_path / "out")]
+    code = "from midus.cli.main import main; main()"
+    options = ["--method", "opt_deus", "--ot-max-iter", "1", "--ot-reg", "0.001"]
+    result = subprocess.run(
+        [sys.executable, "-c", code, *command, *options],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stderr.startswith("midus: a transport problem did not come within")
+    assert result.stderr.count("\n") == 1
+
+
 def test_inspect_of_a_shape_is_the_papers(midus):
     result = midus("inspect", "llama-3.1-8b", "--method", "midus", "--memory", "hml", "--json")
     values = json.loads(result.out)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from collections.abc import Iterable
 from math import isfinite
 from typing import Any
@@ -35,6 +36,9 @@ def quieten_libraries() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    # Warnings of ours are notes for the user: once each, without file and line.
+    warnings.filterwarnings("once", category=UserWarning, module=r"midus\.")
+    warnings.formatwarning = lambda message, *_, **__: f"midus: {message}\n"
 
 
 def print_json(values: dict[str, Any]) -> None:
