@@ -66,6 +66,8 @@ def main() -> None:
                     "perplexity": compared["upscaled_perplexity"],
                 }
             )
+            if options.json:  # after every row: a long run that is cut off keeps what it has
+                write_report(options.json, rows)
     table = Table(
         "method", "s", "peak RSS (GB)", "trainable", "total", "largest |Δ logit|", "perplexity"
     )
@@ -80,8 +82,6 @@ def main() -> None:
             f"{row['perplexity']:.4g}",
         )
     console.print(table)
-    if options.json:
-        write_report(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ class UpscaleConfig:
     """opt_deus: strength of the entropic regularisation."""
     ot_max_iter: int = 10_000
     """opt_deus: most Sinkhorn iterations per transport problem."""
-    ot_tolerance: float = 1e-7
+    ot_tolerance: float = 1e-6
     """opt_deus: error of the marginals at which a problem counts as solved."""
     ot_normalize_cost: bool = False
     """opt_deus: divide each cost matrix by its largest entry."""
