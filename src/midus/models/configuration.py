@@ -65,11 +65,6 @@ class MidusConfigMixin:
     def memory_config(self) -> MemoryConfig:
         return MemoryConfig.from_dict(self.memory)
 
-    @property
-    def num_base_layers(self) -> int:
-        depth: int = self.num_hidden_layers  # type: ignore[attr-defined]  # the family's field
-        return depth - len(self.memory_positions)
-
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Nothing: checkpoints carry a stub that imports midus, never a copy of its source."""

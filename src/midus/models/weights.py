@@ -8,7 +8,7 @@ header, the data) is the safetensors format itself.
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -135,7 +135,6 @@ def write_copy(
     weights: Weights,
     names: dict[str, str],
     dtype: torch.dtype | None = None,
-    on_tensor: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes tensors of ``weights`` under new names, one at a time.
 
@@ -144,7 +143,6 @@ def write_copy(
         weights: Where the tensors come from.
         names: New name by old name, in the order to write.
         dtype: Type to convert floating-point tensors to; default: byte for byte as they are.
-        on_tensor: Called after each tensor, for a progress bar.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -168,7 +166,6 @@ def write_copy(
             else:
                 assert dtype is not None
                 file.write(tensor_bytes(weights.read(old).to(dtype)))
-            on_tensor()
 
 
 def same_tensor(a: Weights, name_a: str, b: Weights, name_b: str, dtype: torch.dtype) -> bool:
