@@ -4,11 +4,16 @@ Paper, "Head-wise Implicit Value Expansion", Eq. 5. Plain head-wise values would
 H * N * head_width numbers; HIVE stores N * latent_dim + H * latent_dim * head_width.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from midus.memory.module import MemoryModule
 from midus.ops import weighted_gather
+
+# What the cache was made from: where both tensors lie and how often they were written.
+_Stamp = tuple[tuple[int, int], ...]
 
 
 class HiveValues(MemoryModule):
@@ -16,6 +21,11 @@ class HiveValues(MemoryModule):
 
     The latent table starts at zero, so a freshly inserted memory block is the identity. The
     projections must not: with both at zero neither would ever receive a gradient.
+
+    For inference the projected tables of all heads can be kept (paper, Appendix "Head-wise Value
+    Caching"): ``build_cache`` makes them. They are no parameter and no buffer, so they are never
+    saved, and they are dropped by ``train()``, by a move to another device or type, and as soon as
+    a weight they were made from has changed.
 
     Args:
         num_slots: Addressable slots per head, ``num_subkeys ** 2`` (paper: N).
@@ -38,6 +48,8 @@ class HiveValues(MemoryModule):
         self.init = init
         self.latent_values = nn.Parameter(torch.empty(num_slots, latent_dim))
         self.value_proj = nn.Parameter(torch.empty(num_heads, latent_dim, head_width))
+        self.value_cache: Tensor | None = None
+        self._cache_stamp: _Stamp = ()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -51,8 +63,44 @@ class HiveValues(MemoryModule):
 
     def forward(self, slot_idx: Tensor, weights: Tensor) -> Tensor:
         latent = weighted_gather(self.latent_values, slot_idx, weights)  # [B, T, H, R]
-        # Project after the weighted sum: one R x O product per head instead of K of them.
         return torch.einsum("...hr,hro->...ho", latent, self.value_proj)  # [B, T, H, O]
+
+    def build_cache(self) -> None:
+        """Projects the whole table for every head, ``[H, N, O]``, unless that is done already."""
+        if self.fresh_cache() is None:
+            with torch.no_grad():
+                self.value_cache = torch.matmul(self.latent_values, self.value_proj).contiguous()
+            self._cache_stamp = self._stamp()
+
+    def drop_cache(self) -> None:
+        """Frees the projected tables."""
+        self.value_cache, self._cache_stamp = None, ()
+
+    def fresh_cache(self) -> Tensor | None:
+        """The projected tables, if there are any and they are still right."""
+        # A compiler sees one state of the weights; whoever compiles builds the cache before.
+        if torch.compiler.is_compiling() or self.value_cache is None:
+            return self.value_cache
+        if self._cache_stamp != self._stamp():
+            self.drop_cache()
+        return self.value_cache
+
+    def _stamp(self) -> _Stamp:
+        weights = (self.latent_values, self.value_proj)
+        return tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights)
+
+    def train(self, mode: bool = True) -> "HiveValues":
+        if mode:
+            self.drop_cache()
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.drop_cache()
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles of the module start without one.
+        return {**self.__dict__, "value_cache": None, "_cache_stamp": ()}
 
 
 class SharedValues(MemoryModule):

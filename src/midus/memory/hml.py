@@ -6,12 +6,14 @@ retrieved latent value, projected by its own W_h, is its slice of the correction
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from midus.errors import MidusError
 from midus.memory.base import MemoryLayer
 from midus.memory.hive import HiveValues, IndependentValues, SharedValues
 from midus.memory.keys import ProductKeys
+from midus.ops import headwise_memory, headwise_memory_cached
 
 if TYPE_CHECKING:
     from midus.config import MemoryConfig
@@ -46,6 +48,25 @@ class HeadwiseMemory(MemoryLayer):
             self.values = IndependentValues(self.num_slots, num_heads, head_width)
 
     def forward(self, attended: Tensor) -> Tensor:
-        slot_idx, weights = self.keys(self.make_queries(attended))  # [B, T, H, K] each
-        head_values: Tensor = self.values(slot_idx, weights)  # [B, T, H, O]
+        queries = self.make_queries(attended)  # [B, T, H, E]
+        head_values: Tensor  # [B, T, H, O]
+        if isinstance(self.values, HiveValues):
+            head_values = self._hive(queries, self.values)
+        else:
+            head_values = self.values(*self.keys(queries))
         return head_values.flatten(-2)  # [B, T, D]
+
+    def _hive(self, queries: Tensor, values: HiveValues) -> Tensor:
+        """``values(*keys(queries))`` as one operation, from the cache where there is one."""
+        keys = self.keys
+        cache = None if torch.is_grad_enabled() else values.fresh_cache()
+        if cache is not None:
+            return headwise_memory_cached(queries, keys.row_keys, keys.col_keys, cache, keys.top_k)
+        return headwise_memory(
+            queries,
+            keys.row_keys,
+            keys.col_keys,
+            values.latent_values,
+            values.value_proj,
+            keys.top_k,
+        )

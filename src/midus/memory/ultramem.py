@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from midus.errors import MidusError
 from midus.memory.base import MemoryLayer
 from midus.memory.module import MemoryModule
-from midus.ops import tucker_topk
+from midus.ops import tucker_topk, weighted_gather
 
 if TYPE_CHECKING:
     from midus.config import MemoryConfig
@@ -101,12 +101,19 @@ class ExpandedValues(MemoryModule):
     def forward(self, slot_idx: Tensor, scores: Tensor) -> Tensor:
         num_rows, width = self.values.shape
         virtual = F.embedding(slot_idx.flatten(-2), self.permutation.unsqueeze(-1)).squeeze(-1)
-        rows, groups = virtual % num_rows, virtual // num_rows  # [B, T, H * K]
-        values = F.embedding(rows, self.values).unflatten(-1, (NUM_CORES, width // NUM_CORES))
-        weighted = scores.flatten(-3, -2).unsqueeze(-1) * values.to(scores.dtype)
-        member = F.one_hot(groups, EXPANSION).to(scores.dtype)  # [B, T, H * K, E]
-        expanded = torch.einsum("...pe,...pcw->...ecw", member, weighted)
-        return F.linear(expanded.flatten(-3).to(self.values.dtype), self.value_proj)  # [B, T, D]
+        rows, groups = virtual % num_rows, virtual // num_rows  # [B, T, P], P = H * K
+        # One bag for every virtual table and core: the core's slice of each row that the table
+        # owns, weighted by the core's score; rows of other tables weigh nothing.
+        core = torch.arange(NUM_CORES, device=rows.device)
+        slices = rows.unsqueeze(-2) * NUM_CORES + core.unsqueeze(-1)  # [B, T, C, P]
+        member = groups.unsqueeze(-2) == torch.arange(EXPANSION, device=rows.device).unsqueeze(-1)
+        weights = scores.flatten(-3, -2).transpose(-1, -2).unsqueeze(-3) * member.unsqueeze(-2)
+        expanded = weighted_gather(
+            self.values.view(num_rows * NUM_CORES, width // NUM_CORES),
+            slices.unsqueeze(-3).expand_as(weights),
+            weights,
+        )  # [B, T, E, C, W / C]
+        return F.linear(expanded.flatten(-3), self.value_proj)  # [B, T, D]
 
 
 class UltraMemory(MemoryLayer):

@@ -1,8 +1,250 @@
-"""Functions on tensors behind the memory layers; no modules, no transformers."""
+"""Functions on tensors behind the memory layers; no modules, no transformers.
 
+Every op has a plain PyTorch reference, and those that cost most have Triton kernels too. Which one
+runs is decided here and nowhere else: `backend="auto"` takes the kernels for CUDA tensors of
+16 or 32 bits where Triton is installed, and the reference for everything else.
+"""
+
+import importlib.util
+import os
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from midus.errors import MidusError
+from midus.ops.headwise_memory import library as _headwise_memory_library  # noqa: F401
+from midus.ops.headwise_memory import reference as _headwise_memory
 from midus.ops.linear_topk.reference import linear_topk
-from midus.ops.product_key_topk.reference import product_key_topk
+from midus.ops.product_key_topk import library as _product_key_topk_library  # noqa: F401
+from midus.ops.product_key_topk import reference as _product_key_topk
 from midus.ops.tucker_topk.reference import tucker_topk
-from midus.ops.weighted_gather.reference import weighted_gather
+from midus.ops.weighted_gather import library as _weighted_gather_library  # noqa: F401
+from midus.ops.weighted_gather import reference as _weighted_gather
 
-__all__ = ["linear_topk", "product_key_topk", "tucker_topk", "weighted_gather"]
+Backend = Literal["auto", "reference", "triton"]
+Search = Literal["auto", "two_stage", "cartesian"]
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_KERNEL_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Up to here one program a token and head, over the whole grid, is as fast as two stages over a
+# block of tokens (`ops/product_key_topk/README.md`); the grid must fit into registers.
+_CARTESIAN_TOKENS = 4
+_CARTESIAN_SUBKEYS = 64
+
+
+def product_key_topk(
+    queries: Tensor,
+    row_keys: Tensor,
+    col_keys: Tensor,
+    top_k: int,
+    backend: Backend = "auto",
+    search: Search = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Finds the ``top_k`` best slots of every head's product keys.
+
+    Scores are accumulated and compared in float32 or wider whatever the inputs' types and whatever
+    autocast says, so that bfloat16 inputs pick the slots float32 arithmetic picks. Of equal scores
+    the lowest slot wins.
+
+    Args:
+        queries: ``[..., H, E]``; the first half of E meets the row keys, the second the columns.
+        row_keys: ``[H, n, E/2]``.
+        col_keys: ``[H, n, E/2]``.
+        top_k: Slots to keep per head and query, at most n.
+        backend: ``auto``, ``reference`` or ``triton``.
+        search: ``two_stage``, ``cartesian`` (all n * n pairs at once), or ``auto`` by size.
+
+    Returns:
+        Flat slot numbers ``row * n + col`` and their scores, both ``[..., H, K]``, best first.
+    """
+    _check_keys(queries, row_keys, col_keys, top_k)
+    use_triton = _use_triton(backend, queries, row_keys, col_keys)
+    cartesian = _use_cartesian(search, queries, row_keys, use_triton)
+    if not use_triton:
+        return _product_key_topk.product_key_topk(queries, row_keys, col_keys, top_k, cartesian)
+    flat = queries.reshape(-1, *queries.shape[-2:])
+    slot_idx, scores = torch.ops.midus.product_key_topk(flat, row_keys, col_keys, top_k, cartesian)
+    shape = (*queries.shape[:-1], top_k)
+    return slot_idx.view(shape), scores.view(shape)
+
+
+def weighted_gather(
+    values: Tensor, slot_idx: Tensor, weights: Tensor, backend: Backend = "auto"
+) -> Tensor:
+    """Sums the rows of a table that each query selected, by their weights.
+
+    Args:
+        values: ``[N, R]``.
+        slot_idx: ``[..., K]`` row numbers.
+        weights: ``[..., K]``.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        ``[..., R]`` in the type of ``values``, summed in float32 or wider.
+    """
+    if slot_idx.shape != weights.shape:
+        raise MidusError(
+            f"slot_idx has shape {tuple(slot_idx.shape)} and weights {tuple(weights.shape)}; "
+            "every selected row needs one weight"
+        )
+    if not _use_triton(backend, values, weights):
+        return _weighted_gather.weighted_gather(values, slot_idx, weights)
+    bag = slot_idx.shape[-1]
+    out: Tensor = torch.ops.midus.weighted_gather(
+        values, slot_idx.reshape(-1, bag), weights.reshape(-1, bag)
+    )
+    return out.view(*slot_idx.shape[:-1], values.shape[1])
+
+
+def headwise_memory(
+    queries: Tensor,
+    row_keys: Tensor,
+    col_keys: Tensor,
+    latent_values: Tensor,
+    value_proj: Tensor,
+    top_k: int,
+    backend: Backend = "auto",
+    search: Search = "auto",
+) -> Tensor:
+    """The whole head-wise memory layer: Top-k, softmax, weighted sum, projection (paper, Eq. 5).
+
+    Selection is always in float32 or wider. Under autocast the table and the projections are cast
+    to its type, as for any matrix product; queries and keys are taken as they are.
+
+    Args:
+        queries: ``[..., H, E]``.
+        row_keys: ``[H, n, E/2]``.
+        col_keys: ``[H, n, E/2]``.
+        latent_values: ``[n * n, R]``, shared by the heads.
+        value_proj: ``[H, R, O]``.
+        top_k: Slots to read per head and query, at most n.
+        backend: ``auto``, ``reference`` or ``triton``.
+        search: ``two_stage``, ``cartesian``, or ``auto`` by size.
+
+    Returns:
+        ``[..., H, O]`` in the type of the values.
+    """
+    _check_keys(queries, row_keys, col_keys, top_k)
+    num_heads, num_subkeys, _ = row_keys.shape
+    _check_shape("latent_values", latent_values, (num_subkeys**2, value_proj.shape[1]))
+    _check_shape("value_proj", value_proj, (num_heads, *value_proj.shape[1:]))
+    latent_values, value_proj = _one_type(latent_values, value_proj)
+    inputs = (queries, row_keys, col_keys, latent_values, value_proj)
+    use_triton = _use_triton(backend, *inputs)
+    cartesian = _use_cartesian(search, queries, row_keys, use_triton)
+    if not use_triton:
+        return _headwise_memory.headwise_memory(*inputs, top_k, cartesian)
+    save = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    flat = queries.reshape(-1, *queries.shape[-2:])
+    out: Tensor = torch.ops.midus.headwise_memory(flat, *inputs[1:], top_k, cartesian, save)[0]
+    return out.view(*queries.shape[:-1], value_proj.shape[2])
+
+
+def headwise_memory_cached(
+    queries: Tensor,
+    row_keys: Tensor,
+    col_keys: Tensor,
+    value_cache: Tensor,
+    top_k: int,
+    backend: Backend = "auto",
+    search: Search = "auto",
+) -> Tensor:
+    """``headwise_memory`` for inference, from values every head has projected already.
+
+    Args:
+        queries: ``[..., H, E]``.
+        row_keys: ``[H, n, E/2]``.
+        col_keys: ``[H, n, E/2]``.
+        value_cache: ``[H, n * n, O]``, ``latent_values @ value_proj[h]`` for each head.
+        top_k: Slots to read per head and query, at most n.
+        backend: ``auto``, ``reference`` or ``triton``.
+        search: ``two_stage``, ``cartesian``, or ``auto`` by size.
+
+    Returns:
+        ``[..., H, O]`` in the type of the cache. The kernels have no gradient.
+    """
+    _check_keys(queries, row_keys, col_keys, top_k)
+    num_heads, num_subkeys, _ = row_keys.shape
+    _check_shape("value_cache", value_cache, (num_heads, num_subkeys**2, value_cache.shape[2]))
+    use_triton = _use_triton(backend, queries, row_keys, col_keys, value_cache)
+    cartesian = _use_cartesian(search, queries, row_keys, use_triton)
+    inputs = (row_keys, col_keys, value_cache, top_k, cartesian)
+    if not use_triton:
+        return _headwise_memory.headwise_memory_cached(queries, *inputs)
+    flat = queries.reshape(-1, *queries.shape[-2:])
+    out: Tensor = torch.ops.midus.headwise_memory_cached(flat, *inputs)
+    return out.view(*queries.shape[:-1], value_cache.shape[2])
+
+
+def _check_keys(queries: Tensor, row_keys: Tensor, col_keys: Tensor, top_k: int) -> None:
+    num_heads, width = queries.shape[-2:]
+    _check_shape("row_keys", row_keys, (num_heads, row_keys.shape[1], width // 2))
+    _check_shape("col_keys", col_keys, row_keys.shape)
+    if width % 2:
+        raise MidusError(f"queries are {width} wide; product keys need an even width")
+    if not 1 <= top_k <= row_keys.shape[1]:
+        raise MidusError(
+            f"top_k={top_k} is not between 1 and the {row_keys.shape[1]} sub-keys; lower top_k or "
+            "use more sub-keys"
+        )
+
+
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    # The kernels trust shapes: a wrong one would read memory that is not there.
+    if tensor.shape != shape:
+        raise MidusError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+
+
+def _use_triton(backend: str, *tensors: Tensor) -> bool:
+    if backend == "reference":
+        return False
+    if backend not in ("auto", "triton"):
+        raise MidusError(f"backend={backend!r} is unknown; choose auto, reference or triton")
+    right_types = all(tensor.dtype in _KERNEL_TYPES for tensor in tensors)
+    if backend == "auto":
+        return _HAS_TRITON and right_types and tensors[0].is_cuda
+    if not _HAS_TRITON:
+        raise MidusError("backend='triton' needs the package triton; install midus[triton]")
+    if not right_types:
+        wrong = next(t.dtype for t in tensors if t.dtype not in _KERNEL_TYPES)
+        raise MidusError(
+            f"backend='triton' got a {wrong} tensor, and the kernels take float16, bfloat16 and "
+            "float32; use backend='reference'"
+        )
+    if not (tensors[0].is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        raise MidusError(
+            f"backend='triton' got tensors on {tensors[0].device}; move them to a CUDA device, or "
+            "use backend='auto'"
+        )
+    return True
+
+
+def _use_cartesian(search: str, queries: Tensor, row_keys: Tensor, use_triton: bool) -> bool:
+    if search not in ("auto", "two_stage", "cartesian"):
+        raise MidusError(f"search={search!r} is unknown; choose auto, two_stage or cartesian")
+    if search != "auto":
+        return search == "cartesian"
+    num_tokens = queries.shape[:-2].numel()
+    return (
+        use_triton and num_tokens <= _CARTESIAN_TOKENS and row_keys.shape[1] <= _CARTESIAN_SUBKEYS
+    )
+
+
+def _one_type(latent_values: Tensor, value_proj: Tensor) -> tuple[Tensor, Tensor]:
+    device = latent_values.device.type
+    if torch.is_autocast_enabled(device) and latent_values.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = torch.promote_types(latent_values.dtype, value_proj.dtype)
+    return latent_values.to(dtype), value_proj.to(dtype)
+
+
+__all__ = [
+    "headwise_memory",
+    "headwise_memory_cached",
+    "linear_topk",
+    "product_key_topk",
+    "tucker_topk",
+    "weighted_gather",
+]

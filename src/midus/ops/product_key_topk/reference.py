@@ -1,7 +1,7 @@
-"""Two-stage product-key Top-k in plain PyTorch.
+"""Product-key Top-k in plain PyTorch: two stages, and the whole Cartesian grid.
 
-Paper, Section 4.2, "Multi-head product-key memory". `README.md` beside this file says why the
-two stages find the exact Top-k over all n * n pairs.
+Paper, Section 4.2, "Multi-head product-key memory", and Appendix "Fused Cartesian Top-k".
+`README.md` beside this file says why the two stages find the exact Top-k over all n * n pairs.
 
 Shape letters: H heads, E query width, n sub-keys, K top_k.
 """
@@ -11,31 +11,39 @@ from torch import Tensor
 
 
 def product_key_topk(
-    queries: Tensor, row_keys: Tensor, col_keys: Tensor, top_k: int
+    queries: Tensor, row_keys: Tensor, col_keys: Tensor, top_k: int, cartesian: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Finds the ``top_k`` best slots of every head's product keys.
-
-    Scores are accumulated and compared in float32 or wider whatever the inputs' type and
-    whatever autocast says, so that bfloat16 inputs pick the slots float32 arithmetic picks.
-
-    Args:
-        queries: ``[..., H, E]``; the first half of E meets the row keys, the second the columns.
-        row_keys: ``[H, n, E/2]``.
-        col_keys: ``[H, n, E/2]``.
-        top_k: Slots to keep per head and query, at most n.
-
-    Returns:
-        Flat slot numbers ``row * n + col`` and their scores, both ``[..., H, K]``, best first.
-    """
+    """Finds the ``top_k`` best slots of every head; arguments and result as `ops` has them."""
+    row_scores, col_scores = _subkey_scores(queries, row_keys, col_keys)  # [..., H, n] each
     num_subkeys = row_keys.shape[1]
+    if cartesian:
+        pair_scores = row_scores.unsqueeze(-1) + col_scores.unsqueeze(-2)  # [..., H, n, n]
+        return _best(pair_scores.flatten(-2), top_k)
+    # In rising order, so that candidates, row by row, are in the order of their slot numbers.
+    row_idx = _best(row_scores, top_k)[0].sort(dim=-1).values  # [..., H, K]
+    col_idx = _best(col_scores, top_k)[0].sort(dim=-1).values
+    row_best, col_best = row_scores.gather(-1, row_idx), col_scores.gather(-1, col_idx)
+    pair_scores = row_best.unsqueeze(-1) + col_best.unsqueeze(-2)  # [..., H, K, K]
+    candidates = row_idx.unsqueeze(-1) * num_subkeys + col_idx.unsqueeze(-2)
+    winners, scores = _best(pair_scores.flatten(-2), top_k)  # [..., H, K] each
+    return candidates.flatten(-2).gather(-1, winners), scores
+
+
+def _subkey_scores(queries: Tensor, row_keys: Tensor, col_keys: Tensor) -> tuple[Tensor, Tensor]:
+    """In float32 or wider, whatever the inputs' types and whatever autocast says."""
     dtype = torch.promote_types(queries.dtype, torch.float32)
+    dtype = torch.promote_types(dtype, row_keys.dtype)
     with torch.autocast(queries.device.type, enabled=False):
         row_queries, col_queries = queries.to(dtype).chunk(2, dim=-1)
         row_scores = torch.einsum("...he,hne->...hn", row_queries, row_keys.to(dtype))
         col_scores = torch.einsum("...he,hne->...hn", col_queries, col_keys.to(dtype))
-    row_best, row_idx = row_scores.topk(top_k, dim=-1)  # [..., H, K]
-    col_best, col_idx = col_scores.topk(top_k, dim=-1)  # [..., H, K]
-    pair_scores = row_best.unsqueeze(-1) + col_best.unsqueeze(-2)  # [..., H, K, K]
-    candidates = row_idx.unsqueeze(-1) * num_subkeys + col_idx.unsqueeze(-2)  # [..., H, K, K]
-    scores, winners = pair_scores.flatten(-2).topk(top_k, dim=-1)  # [..., H, K]
-    return candidates.flatten(-2).gather(-1, winners), scores
+    return row_scores, col_scores
+
+
+def _best(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Indices and values of the largest, best first; of equal ones the lowest index.
+
+    A stable sort, since ``topk`` does not say which of several equal scores it takes.
+    """
+    values, indices = scores.sort(dim=-1, descending=True, stable=True)
+    return indices[..., :top_k], values[..., :top_k]

@@ -1,0 +1,17 @@
+"""Block sizes of the Triton kernels: plain arithmetic on shapes, no device is asked."""
+
+# Programs that keep a large GPU busy while a sum over tokens is split among them.
+_PROGRAMS = 512
+
+
+def power_of_two(size: int, least: int = 1) -> int:
+    """The smallest power of two that is at least ``size`` and ``least``."""
+    return max(1 << max(size - 1, 0).bit_length(), least)
+
+
+def num_splits(num_tokens: int, tiles: int, block_tokens: int) -> int:
+    """Into how many parts to cut a sum over tokens that ``tiles`` programs share.
+
+    Depends on shapes alone, so that a sum has one order everywhere.
+    """
+    return max(1, min(_PROGRAMS // tiles, -(-num_tokens // (2 * block_tokens))))

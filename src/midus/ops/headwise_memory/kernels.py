@@ -1,0 +1,513 @@
+"""The head-wise memory layer as one forward kernel and one backward pass, in Triton.
+
+Paper, Section 4.2, Eq. 5. Scores, Top-k, softmax, gather, weighted sum and projection happen in
+one program per (block of tokens, head); the backward pass starts from the slots and weights that
+the forward pass saved. `README.md` beside this file derives it and counts bytes and operations.
+
+Shape letters: T tokens, H heads, E query width, n sub-keys, K top_k, R latent, O head output.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from midus.ops.blocks import num_splits, power_of_two
+from midus.ops.product_key_topk.kernels import (
+    find_slots,
+    key_gradient_tile,
+    key_tiles,
+    query_gradient,
+    rows_together,
+    search_blocks,
+    search_tokens,
+)
+from midus.ops.weighted_gather.kernels import BUCKET, bucket_type, table_gradient
+
+
+@triton.jit
+def _softmax(scores, place, TOP_K: tl.constexpr):
+    """Over the k winners, which come best first; padding weighs nothing."""
+    largest = tl.max(scores, axis=1)[:, None]
+    powers = tl.where(place < TOP_K, tl.exp(scores - largest), 0.0)
+    return powers / tl.sum(powers, axis=1)[:, None]
+
+
+@triton.jit
+def _gather(
+    table, slot_idx, weights, mask, r, width: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """``sum_k weights[t, k] * table[slot_idx[t, k], r]`` in float32."""
+    place = tl.arange(0, BLOCK_K)[None, :]
+    real = mask[:, None] & (r < width)[None, :]
+    total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+    for j in tl.range(0, TOP_K, loop_unroll_factor=UNROLL):
+        slot = tl.sum(tl.where(place == j, slot_idx, 0), axis=1).to(tl.int64)
+        weight = tl.sum(tl.where(place == j, weights, 0.0), axis=1)
+        rows = tl.load(table + slot[:, None] * width + r[None, :], mask=real, other=0.0)
+        total += weight[:, None] * rows.to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _headwise_memory_fwd_kernel(
+    queries, row_keys, col_keys, latent_values, value_proj, out, slot_idx, weights,
+    num_tokens, num_heads: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
+    latent_dim: tl.constexpr, head_width: tl.constexpr,
+    stride_token, stride_head,
+    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
+    CARTESIAN: tl.constexpr, SAVE: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """``out[t, h] = (sum_k weights_k * latent_values[slot_k]) @ value_proj[h]``."""
+    head = tl.program_id(1).to(tl.int64)
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    mask = tokens < num_tokens
+    slots, scores = find_slots(
+        queries, row_keys, col_keys, tokens, num_tokens, head, num_subkeys, subkey_dim,
+        stride_token, stride_head, TOP_K, BLOCK_T, BLOCK_N, BLOCK_E, BLOCK_K, CARTESIAN, UNROLL,
+    )  # fmt: skip
+    place = tl.arange(0, BLOCK_K)
+    alpha = _softmax(scores, place[None, :], TOP_K)
+    line = tokens * num_heads + head  # this head's line of a [T, H, ...] tensor
+    if SAVE:
+        where = (line * TOP_K)[:, None] + place[None, :]
+        chosen = mask[:, None] & (place < TOP_K)[None, :]
+        tl.store(slot_idx + where, slots, mask=chosen)
+        tl.store(weights + where, alpha, mask=chosen)
+    for start_o in range(0, head_width, BLOCK_O):
+        o = start_o + tl.arange(0, BLOCK_O)
+        result = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
+        for start_r in range(0, latent_dim, BLOCK_R):
+            r = start_r + tl.arange(0, BLOCK_R)
+            projection = tl.load(
+                value_proj + (head * latent_dim + r)[:, None] * head_width + o[None, :],
+                mask=(r < latent_dim)[:, None] & (o < head_width)[None, :],
+                other=0.0,
+            )  # [R, O]
+            latent = _gather(
+                latent_values, slots, alpha, mask, r, latent_dim,
+                TOP_K, BLOCK_T, BLOCK_R, BLOCK_K, UNROLL,
+            )  # fmt: skip
+            result = tl.dot(latent.to(projection.dtype), projection, result, input_precision="ieee")
+        tl.store(
+            out + line[:, None] * head_width + o[None, :],
+            result.to(out.dtype.element_ty),
+            mask=mask[:, None] & (o < head_width)[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _headwise_memory_cached_kernel(
+    queries, row_keys, col_keys, value_cache, out,
+    num_tokens, num_heads: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
+    head_width: tl.constexpr, stride_token, stride_head,
+    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr, CARTESIAN: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """``out[t, h] = sum_k weights_k * value_cache[h, slot_k]``."""
+    head = tl.program_id(1).to(tl.int64)
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    mask = tokens < num_tokens
+    slots, scores = find_slots(
+        queries, row_keys, col_keys, tokens, num_tokens, head, num_subkeys, subkey_dim,
+        stride_token, stride_head, TOP_K, BLOCK_T, BLOCK_N, BLOCK_E, BLOCK_K, CARTESIAN, UNROLL,
+    )  # fmt: skip
+    alpha = _softmax(scores, tl.arange(0, BLOCK_K)[None, :], TOP_K)
+    table = value_cache + head * num_subkeys * num_subkeys * head_width
+    for start in range(0, head_width, BLOCK_O):
+        o = start + tl.arange(0, BLOCK_O)
+        result = _gather(
+            table, slots, alpha, mask, o, head_width, TOP_K, BLOCK_T, BLOCK_O, BLOCK_K, UNROLL
+        )
+        tl.store(
+            out + (tokens * num_heads + head)[:, None] * head_width + o[None, :],
+            result.to(out.dtype.element_ty),
+            mask=mask[:, None] & (o < head_width)[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _headwise_memory_bwd_kernel(
+    grad_out, row_keys, col_keys, latent_values, value_proj, slot_idx, weights,
+    grad_queries, grad_scores, latent, grad_latent, buckets,
+    num_tokens, num_heads: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
+    latent_dim: tl.constexpr, head_width: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, UNROLL: tl.constexpr, BUCKET: tl.constexpr,
+):  # fmt: skip
+    """``grad_score_k = weights_k * (g_k - sum_j weights_j g_j)``, g_k = <grad_out W^T, value_k>.
+
+    From it the gradient of the queries; the retrieved latent and its gradient are written for
+    the sums over tokens that follow (projection and table).
+    """
+    head = tl.program_id(1).to(tl.int64)
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    mask = tokens < num_tokens
+    line = tokens * num_heads + head
+    place = tl.arange(0, BLOCK_K)
+    where = (line * TOP_K)[:, None] + place[None, :]
+    chosen = mask[:, None] & (place < TOP_K)[None, :]
+    slots = tl.load(slot_idx + where, mask=chosen, other=0)  # [T, K]
+    alpha = tl.load(weights + where, mask=chosen, other=0.0)
+    tl.store(buckets + where, (slots // BUCKET).to(buckets.dtype.element_ty), mask=chosen)
+    grad_alpha = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+    for start_r in range(0, latent_dim, BLOCK_R):
+        r = start_r + tl.arange(0, BLOCK_R)
+        real = mask[:, None] & (r < latent_dim)[None, :]
+        grad_m = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+        for start_o in range(0, head_width, BLOCK_O):
+            o = start_o + tl.arange(0, BLOCK_O)
+            projection = tl.load(
+                value_proj + (head * latent_dim + r)[:, None] * head_width + o[None, :],
+                mask=(r < latent_dim)[:, None] & (o < head_width)[None, :],
+                other=0.0,
+            )  # [R, O]
+            grad = tl.load(
+                grad_out + line[:, None] * head_width + o[None, :],
+                mask=mask[:, None] & (o < head_width)[None, :],
+                other=0.0,
+            )  # [T, O]
+            grad_m = tl.dot(grad, tl.trans(projection), grad_m, input_precision="ieee")
+        m = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+        for j in tl.range(0, TOP_K, loop_unroll_factor=UNROLL):
+            slot = tl.load(slot_idx + line * TOP_K + j, mask=mask, other=0).to(tl.int64)
+            weight = tl.load(weights + line * TOP_K + j, mask=mask, other=0.0)
+            rows = tl.load(
+                latent_values + slot[:, None] * latent_dim + r[None, :], mask=real, other=0.0
+            ).to(tl.float32)
+            m += weight[:, None] * rows
+            product = tl.sum(grad_m * rows, axis=1)
+            grad_alpha += tl.where(place[None, :] == j, product[:, None], 0.0)
+        there = line[:, None] * latent_dim + r[None, :]
+        tl.store(latent + there, m.to(latent.dtype.element_ty), mask=real)
+        tl.store(grad_latent + there, grad_m.to(grad_latent.dtype.element_ty), mask=real)
+    grads = alpha * (grad_alpha - tl.sum(alpha * grad_alpha, axis=1)[:, None])
+    tl.store(grad_scores + where, grads, mask=chosen)
+    rows_q = grad_queries + line * 2 * subkey_dim
+    keys = head * num_subkeys * subkey_dim
+    query_gradient(
+        grads, slots, row_keys + keys, rows_q, mask, num_subkeys, subkey_dim,
+        False, TOP_K, BLOCK_T, BLOCK_E, BLOCK_K, UNROLL,
+    )  # fmt: skip
+    query_gradient(
+        grads, slots, col_keys + keys, rows_q + subkey_dim, mask, num_subkeys, subkey_dim,
+        True, TOP_K, BLOCK_T, BLOCK_E, BLOCK_K, UNROLL,
+    )  # fmt: skip
+
+
+@triton.jit
+def _projection_gradient_tile(
+    latent, grad_out, partials, tile, head, first, last,
+    num_heads: tl.constexpr, latent_dim: tl.constexpr, head_width: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
+):  # fmt: skip
+    """``grad_value_proj[h] = sum_t latent[t, h]^T grad_out[t, h]``, one tile of one head."""
+    tiles_o: tl.constexpr = (head_width + BLOCK_O - 1) // BLOCK_O
+    r = tile // tiles_o * BLOCK_R + tl.arange(0, BLOCK_R)
+    o = tile % tiles_o * BLOCK_O + tl.arange(0, BLOCK_O)
+    total = tl.zeros([BLOCK_R, BLOCK_O], tl.float32)
+    for start in range(first, last, BLOCK_T):
+        tokens = start + tl.arange(0, BLOCK_T)
+        line = (tokens * num_heads + head)[:, None]
+        m = tl.load(
+            latent + line * latent_dim + r[None, :],
+            mask=(tokens < last)[:, None] & (r < latent_dim)[None, :],
+            other=0.0,
+        )
+        grad = tl.load(
+            grad_out + line * head_width + o[None, :],
+            mask=(tokens < last)[:, None] & (o < head_width)[None, :],
+            other=0.0,
+        )
+        total = tl.dot(tl.trans(m), grad, total, input_precision="ieee")
+    where = (head * latent_dim + r)[:, None] * head_width + o[None, :]
+    tl.store(partials + where, total, mask=(r < latent_dim)[:, None] & (o < head_width)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "tokens_per_split"])
+def _parameter_gradient_kernel(
+    latent, grad_out, grad_scores, slot_idx, queries, partials, num_tokens, tokens_per_split,
+    num_heads: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
+    latent_dim: tl.constexpr, head_width: tl.constexpr, stride_token, stride_head,
+    tiles_proj: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
+):  # fmt: skip
+    """Sums over tokens of one head: ``latent^T grad_out`` and ``grad_scores^T queries``.
+
+    One partial sum a split of the tokens: projections first, then row keys, then column keys.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2).to(tl.int64)
+    first = split * tokens_per_split
+    last = tl.minimum(first + tokens_per_split, num_tokens)
+    size_proj: tl.constexpr = num_heads * latent_dim * head_width
+    size_keys: tl.constexpr = num_heads * num_subkeys * subkey_dim
+    own = partials + split * (size_proj + 2 * size_keys)
+    if tile < tiles_proj:
+        _projection_gradient_tile(
+            latent, grad_out, own, tile, head, first, last, num_heads, latent_dim, head_width,
+            BLOCK_T, BLOCK_R, BLOCK_O,
+        )  # fmt: skip
+    else:
+        key_gradient_tile(
+            grad_scores, slot_idx, queries, own + size_proj, tile - tiles_proj, head, first, last,
+            num_heads, num_subkeys, subkey_dim, stride_token, stride_head,
+            TOP_K, BLOCK_T, BLOCK_N, BLOCK_E,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _sum_splits_kernel(
+    partials, grad_proj, grad_row, grad_col, splits,
+    size_proj: tl.constexpr, size_keys: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``grad = sum over splits of partials``, in order, cast to each gradient's own type."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size: tl.constexpr = size_proj + 2 * size_keys
+    total = tl.zeros([BLOCK], tl.float32)
+    partial = partials + i
+    for _ in range(splits):
+        total += tl.load(partial, mask=i < size, other=0.0)
+        partial += size
+    tl.store(grad_proj + i, total.to(grad_proj.dtype.element_ty), mask=i < size_proj)
+    i -= size_proj
+    tl.store(grad_row + i, total.to(grad_row.dtype.element_ty), mask=(i >= 0) & (i < size_keys))
+    i -= size_keys
+    tl.store(grad_col + i, total.to(grad_col.dtype.element_ty), mask=(i >= 0) & (i < size_keys))
+
+
+def headwise_memory_forward(
+    queries: Tensor,
+    row_keys: Tensor,
+    col_keys: Tensor,
+    latent_values: Tensor,
+    value_proj: Tensor,
+    top_k: int,
+    cartesian: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output ``[P, H, O]``, and slots and weights ``[P, H, K]`` where they are saved."""
+    num_tokens, num_heads, _ = queries.shape
+    num_subkeys, subkey_dim = row_keys.shape[1:]
+    latent_dim, head_width = value_proj.shape[1:]
+    device = queries.device
+    out = torch.empty((num_tokens, num_heads, head_width), dtype=value_proj.dtype, device=device)
+    shape = (num_tokens, num_heads, top_k) if save else (0,)
+    slot_idx = torch.empty(shape, dtype=torch.int32, device=device)
+    weights = torch.empty(shape, dtype=torch.float32, device=device)
+    if not num_tokens:
+        return out, slot_idx, weights
+    queries = rows_together(queries)
+    blocks = forward_blocks(num_tokens, num_subkeys, top_k, latent_dim, head_width, cartesian)
+    _headwise_memory_fwd_kernel[(triton.cdiv(num_tokens, blocks["BLOCK_T"]), num_heads)](
+        queries,
+        row_keys.contiguous(),
+        col_keys.contiguous(),
+        latent_values.contiguous(),
+        value_proj.contiguous(),
+        out,
+        slot_idx,
+        weights,
+        num_tokens,
+        num_heads,
+        num_subkeys,
+        subkey_dim,
+        latent_dim,
+        head_width,
+        queries.stride(0),
+        queries.stride(1),
+        CARTESIAN=cartesian,
+        SAVE=save,
+        **search_blocks(num_subkeys, subkey_dim, top_k),
+        **blocks,
+    )
+    return out, slot_idx, weights
+
+
+def headwise_memory_cached_forward(
+    queries: Tensor,
+    row_keys: Tensor,
+    col_keys: Tensor,
+    value_cache: Tensor,
+    top_k: int,
+    cartesian: bool,
+) -> Tensor:
+    """Output ``[P, H, O]`` from a table of realized values a head."""
+    num_tokens, num_heads, _ = queries.shape
+    num_subkeys, subkey_dim = row_keys.shape[1:]
+    head_width = value_cache.shape[2]
+    out = torch.empty(
+        (num_tokens, num_heads, head_width), dtype=value_cache.dtype, device=queries.device
+    )
+    if not num_tokens:
+        return out
+    queries = rows_together(queries)
+    block_t = 1 if cartesian else search_tokens(num_tokens, num_subkeys, top_k)
+    _headwise_memory_cached_kernel[(triton.cdiv(num_tokens, block_t), num_heads)](
+        queries,
+        row_keys.contiguous(),
+        col_keys.contiguous(),
+        value_cache.contiguous(),
+        out,
+        num_tokens,
+        num_heads,
+        num_subkeys,
+        subkey_dim,
+        head_width,
+        queries.stride(0),
+        queries.stride(1),
+        BLOCK_T=block_t,
+        BLOCK_O=min(power_of_two(head_width, 16), 128),
+        CARTESIAN=cartesian,
+        **search_blocks(num_subkeys, subkey_dim, top_k),
+    )
+    return out
+
+
+def headwise_memory_backward(
+    grad_out: Tensor,
+    queries: Tensor,
+    row_keys: Tensor,
+    col_keys: Tensor,
+    latent_values: Tensor,
+    value_proj: Tensor,
+    slot_idx: Tensor,
+    weights: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of queries, row keys, column keys, latent values and projections."""
+    num_tokens, num_heads, top_k = slot_idx.shape
+    num_subkeys, subkey_dim = row_keys.shape[1:]
+    num_slots, latent_dim = latent_values.shape
+    head_width = value_proj.shape[2]
+    grad_queries = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    if not num_tokens:
+        rest = (row_keys, col_keys, latent_values, value_proj)
+        return grad_queries, *(torch.zeros_like(tensor) for tensor in rest)  # type: ignore[return-value]  # four of them
+    queries = rows_together(queries)
+    grad_out = grad_out.contiguous()
+    grad_scores = torch.empty_like(weights)
+    buckets = torch.empty_like(slot_idx, dtype=bucket_type(num_slots))
+    latent = grad_out.new_empty((num_tokens, num_heads, latent_dim))
+    grad_latent = torch.empty_like(latent)
+    blocks = backward_blocks(latent_dim, head_width, grad_out.dtype)
+    _headwise_memory_bwd_kernel[(triton.cdiv(num_tokens, blocks["BLOCK_T"]), num_heads)](
+        grad_out,
+        row_keys.contiguous(),
+        col_keys.contiguous(),
+        latent_values.contiguous(),
+        value_proj.contiguous(),
+        slot_idx,
+        weights,
+        grad_queries,
+        grad_scores,
+        latent,
+        grad_latent,
+        buckets,
+        num_tokens,
+        num_heads,
+        num_subkeys,
+        subkey_dim,
+        latent_dim,
+        head_width,
+        TOP_K=top_k,
+        BLOCK_E=min(power_of_two(subkey_dim, 16), 64),
+        BLOCK_K=power_of_two(top_k),
+        UNROLL=min(top_k, 4),
+        BUCKET=BUCKET,
+        **blocks,
+    )
+    grad_row, grad_col, grad_proj = _parameter_gradients(
+        latent, grad_out, grad_scores, slot_idx, queries, row_keys, col_keys, value_proj
+    )
+    grad_values = table_gradient(
+        grad_latent.view(-1, latent_dim),
+        slot_idx.view(-1, top_k),
+        weights.view(-1, top_k),
+        num_slots,
+        latent_values.dtype,
+        buckets,
+    )
+    return grad_queries, grad_row, grad_col, grad_values, grad_proj
+
+
+def _parameter_gradients(
+    latent: Tensor,
+    grad_out: Tensor,
+    grad_scores: Tensor,
+    slot_idx: Tensor,
+    queries: Tensor,
+    row_keys: Tensor,
+    col_keys: Tensor,
+    value_proj: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens, num_heads, top_k = slot_idx.shape
+    num_subkeys, subkey_dim = row_keys.shape[1:]
+    latent_dim, head_width = value_proj.shape[1:]
+    block_r = min(power_of_two(latent_dim, 16), 64)
+    block_o = min(power_of_two(head_width, 16), 128)
+    tiles_proj = triton.cdiv(latent_dim, block_r) * triton.cdiv(head_width, block_o)
+    tiles_keys, blocks = key_tiles(num_subkeys, subkey_dim)
+    tiles = tiles_proj + tiles_keys
+    splits = num_splits(num_tokens, tiles * num_heads, blocks["BLOCK_T"])
+    size_proj, size_keys = value_proj.numel(), row_keys.numel()
+    size = size_proj + 2 * size_keys
+    partials = torch.empty((splits, size), dtype=torch.float32, device=latent.device)
+    _parameter_gradient_kernel[(tiles, num_heads, splits)](
+        latent,
+        grad_out,
+        grad_scores,
+        slot_idx,
+        queries,
+        partials,
+        num_tokens,
+        triton.cdiv(num_tokens, splits),
+        num_heads,
+        num_subkeys,
+        subkey_dim,
+        latent_dim,
+        head_width,
+        queries.stride(0),
+        queries.stride(1),
+        tiles_proj,
+        TOP_K=top_k,
+        BLOCK_R=block_r,
+        BLOCK_O=block_o,
+        **blocks,
+    )
+    grad_proj = torch.empty_like(value_proj, memory_format=torch.contiguous_format)
+    grad_row = torch.empty_like(row_keys, memory_format=torch.contiguous_format)
+    grad_col = torch.empty_like(col_keys, memory_format=torch.contiguous_format)
+    block = 1024
+    _sum_splits_kernel[(triton.cdiv(size, block),)](
+        partials, grad_proj, grad_row, grad_col, splits, size_proj, size_keys, BLOCK=block
+    )
+    return grad_row, grad_col, grad_proj
+
+
+def forward_blocks(
+    num_tokens: int, num_subkeys: int, top_k: int, latent_dim: int, head_width: int, cartesian: bool
+) -> dict[str, Any]:
+    """Block sizes and warps of the forward kernel."""
+    return {
+        "BLOCK_T": 1 if cartesian else search_tokens(num_tokens, num_subkeys, top_k),
+        "BLOCK_R": min(power_of_two(latent_dim, 16), 128),
+        "BLOCK_O": min(power_of_two(head_width, 16), 128),
+        "num_warps": 4,
+    }
+
+
+def backward_blocks(latent_dim: int, head_width: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Block sizes and warps of the backward kernel; wider types leave room for fewer tokens."""
+    return {
+        "BLOCK_T": 32 if dtype == torch.float32 else 64,
+        "BLOCK_R": min(power_of_two(latent_dim, 16), 64),
+        "BLOCK_O": min(power_of_two(head_width, 16), 128),
+        "num_warps": 4,
+    }

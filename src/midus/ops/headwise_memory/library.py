@@ -1,0 +1,103 @@
+"""The Triton kernels as PyTorch operators: what compilers, autograd and graphs see of them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_INPUTS = (
+    "Tensor queries, Tensor row_keys, Tensor col_keys, Tensor latent_values, Tensor value_proj"
+)
+
+torch.library.define(
+    "midus::headwise_memory",
+    f"({_INPUTS}, int top_k, bool cartesian, bool save) -> (Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "midus::headwise_memory_backward",
+    f"(Tensor grad_out, {_INPUTS}, Tensor slot_idx, Tensor weights)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "midus::headwise_memory_cached",
+    "(Tensor queries, Tensor row_keys, Tensor col_keys, Tensor value_cache, int top_k,"
+    " bool cartesian) -> Tensor",
+)
+
+
+# Triton is imported at the first call: it is slow to import, and absent on some machines.
+@torch.library.impl("midus::headwise_memory", ("cpu", "cuda"))
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from midus.ops.headwise_memory.kernels import headwise_memory_forward
+
+    return headwise_memory_forward(*args)
+
+
+@torch.library.impl("midus::headwise_memory_backward", ("cpu", "cuda"))
+def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from midus.ops.headwise_memory.kernels import headwise_memory_backward
+
+    return headwise_memory_backward(*args)
+
+
+@torch.library.impl("midus::headwise_memory_cached", ("cpu", "cuda"))
+def _cached(*args: Any) -> Tensor:
+    from midus.ops.headwise_memory.kernels import headwise_memory_cached_forward
+
+    return headwise_memory_cached_forward(*args)
+
+
+@torch.library.register_fake("midus::headwise_memory")
+def _fake_forward(
+    queries: Tensor,
+    row_keys: Tensor,
+    col_keys: Tensor,
+    latent_values: Tensor,
+    value_proj: Tensor,
+    top_k: int,
+    cartesian: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    lines = queries.shape[:2]
+    saved = (*lines, top_k) if save else (0,)
+    return (
+        queries.new_empty((*lines, value_proj.shape[2]), dtype=value_proj.dtype),
+        queries.new_empty(saved, dtype=torch.int32),
+        queries.new_empty(saved, dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("midus::headwise_memory_backward")
+def _fake_backward(grad_out: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in tensors[:5])
+
+
+@torch.library.register_fake("midus::headwise_memory_cached")
+def _fake_cached(
+    queries: Tensor,
+    row_keys: Tensor,
+    col_keys: Tensor,
+    value_cache: Tensor,
+    top_k: int,
+    cartesian: bool,
+) -> Tensor:
+    shape = (*queries.shape[:2], value_cache.shape[2])
+    return queries.new_empty(shape, dtype=value_cache.dtype)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    # Besides the inputs, which live anyway, only slot numbers and weights.
+    ctx.save_for_backward(*inputs[:5], *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if grad_out is None:
+        return (None,) * 8
+    grads = torch.ops.midus.headwise_memory_backward(grad_out, *ctx.saved_tensors)
+    return (*grads, None, None, None)
+
+
+torch.library.register_autograd(
+    "midus::headwise_memory", _gradients, setup_context=_save_for_backward
+)
