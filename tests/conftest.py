@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+# Before anything imports Triton.
+import triton_on_cpu  # noqa: F401
+
 
 @pytest.fixture(autouse=True)
 def _one_thread():

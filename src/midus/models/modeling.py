@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from midus.memory import MemoryModule
+from midus.memory.hive import HiveValues
 from midus.models.block import MemoryBlock
 from midus.models.configuration import CONFIG_CLASSES
 from midus.models.families import FAMILIES, Family, find_family
@@ -24,6 +25,24 @@ class MidusPreTrainedMixin(CheckpointMixin):
             module.reset_parameters()
         else:
             super()._init_weights(module)  # type: ignore[misc]  # the family's class
+
+    def build_value_cache(self) -> None:
+        """Projects every HIVE table for each head, for inference; see `memory/hive.py`.
+
+        The caches take ``num_heads * num_slots * head_width`` numbers a block and are dropped by
+        ``train()`` and by a change of the weights.
+        """
+        for values in self._hive_values():
+            if not values.latent_values.is_meta:  # offloaded weights come and go
+                values.build_cache()
+
+    def drop_value_cache(self) -> None:
+        """Frees what ``build_value_cache`` made."""
+        for values in self._hive_values():
+            values.drop_cache()
+
+    def _hive_values(self) -> list[HiveValues]:
+        return [m for m in self.modules() if isinstance(m, HiveValues)]  # type: ignore[attr-defined]
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -66,6 +85,12 @@ class MidusForCausalLMMixin(MidusPreTrainedMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # type: ignore[attr-defined]  # PreTrainedModel's
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``GenerationMixin.generate``; on a CUDA device the value caches are built first."""
+        if not self.training and self.device.type == "cuda":  # type: ignore[attr-defined]
+            self.build_value_cache()
+        return super().generate(*args, **kwargs)  # type: ignore[misc]  # GenerationMixin's
 
 
 def _make_model_classes(family: Family) -> tuple[Any, Any]:

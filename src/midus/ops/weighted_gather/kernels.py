@@ -267,7 +267,7 @@ def table_gradient(
         BLOCK_M=64,
         BLOCK_R=block_r,
     )
-    block_s = 16
+    block_s = 16 if num_slots <= 1 << 16 else BUCKET
     _partial_sum_kernel[(triton.cdiv(num_slots, block_s), tiles)](
         buckets,
         partials,

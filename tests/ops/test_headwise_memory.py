@@ -1,0 +1,349 @@
+import pytest
+import torch
+from layers import (
+    ERROR,
+    Layer,
+    Shape,
+    best_scores,
+    error,
+    random_layer,
+    scores_of,
+    with_slots,
+)
+from triton_on_cpu import DEVICE, HAS_CUDA
+
+from midus import MidusError
+from midus.ops import headwise_memory, headwise_memory_cached
+
+NAMES = Layer._fields
+SHAPES = [
+    Shape(tokens=1, heads=1, query=2, subkeys=8, top_k=1, latent=1, output=1),
+    Shape(tokens=5, heads=3, query=10, subkeys=8, top_k=3, latent=5, output=7),
+    Shape(tokens=37, heads=9, query=64, subkeys=16, top_k=4, latent=32, output=64),
+    Shape(tokens=70, heads=2, query=24, subkeys=40, top_k=7, latent=130, output=140),
+    Shape(tokens=17, heads=2, query=128, subkeys=64, top_k=4, latent=128, output=128),
+    Shape(tokens=33, heads=9, query=64, subkeys=64, top_k=16, latent=64, output=64),
+    Shape(tokens=3, heads=1, query=256, subkeys=512, top_k=32, latent=16, output=20),
+]
+SMALL = SHAPES[1]
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def cache_of(layer):
+    return torch.einsum("nr,hro->hno", layer.latent_values.double(), layer.value_proj.double()).to(
+        layer.value_proj.dtype
+    )
+
+
+def run_kernels(layer, top_k, cartesian=False, grad_out=None):
+    """Output, slots, weights and, with an output gradient, the five gradients."""
+    leaves = Layer(*(tensor.detach().requires_grad_() for tensor in layer))
+    out, slot_idx, weights = torch.ops.midus.headwise_memory(*leaves, top_k, cartesian, True)
+    if grad_out is not None:
+        out.backward(grad_out)
+    return out.detach(), slot_idx, weights, [leaf.grad for leaf in leaves]
+
+
+def check_everything(layer, top_k, cartesian, tolerance, seed):
+    shape = (*layer.queries.shape[:2], layer.value_proj.shape[2])
+    grad_out = torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1))
+    grad_out = grad_out.to(layer.queries.device, layer.value_proj.dtype)
+    out, slot_idx, weights, grads = run_kernels(layer, top_k, cartesian, grad_out)
+    wide = layer.wide()
+    assert all(len(set(row)) == top_k for row in slot_idx.flatten(0, 1).tolist())
+    found = scores_of(wide, slot_idx)
+    torch.testing.assert_close(found, best_scores(wide, top_k), rtol=1e-5, atol=1e-5)
+    assert error(weights, found.softmax(dim=-1)) < 1e-5
+    expected = with_slots(wide, slot_idx)
+    expected.backward(grad_out.double())
+    assert error(out, expected) < tolerance
+    for name, grad, leaf in zip(NAMES, grads, wide, strict=True):
+        assert error(grad, leaf.grad) < tolerance, name
+        assert grad.dtype == getattr(layer, name).dtype
+    return out, slot_idx, grads
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *((shape, torch.float32) for shape in SHAPES),
+        # The largest is slow in the interpreter, so it runs in one type there.
+        *((shape, torch.bfloat16) for shape in (SHAPES if HAS_CUDA else SHAPES[:-1])),
+    ],
+    ids=str,
+)
+def test_output_and_every_gradient_match_float64(shape, dtype, seed):
+    check_everything(random_layer(shape, dtype, seed), shape.top_k, False, ERROR[dtype], seed)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_cartesian_search_matches_float64(shape, seed):
+    layer = random_layer(shape, seed=seed)
+    check_everything(layer, shape.top_k, True, ERROR[torch.float32], seed)
+
+
+def test_float16_matches_float64(seed):
+    layer = random_layer(SHAPES[2], torch.float16, seed)
+    check_everything(layer, 4, False, ERROR[torch.float16], seed)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "values"),
+    [
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32, torch.float32),
+    ],
+    ids=str,
+)
+def test_each_input_may_have_its_own_type(queries, keys, values, seed):
+    layer = random_layer(SHAPES[2], torch.float32, seed)
+    types = (queries, keys, keys, values, values)
+    layer = Layer(*(tensor.to(dtype) for tensor, dtype in zip(layer, types, strict=True)))
+    check_everything(layer, 4, False, ERROR[torch.bfloat16], seed)
+
+
+def test_bfloat16_queries_with_float32_keys_lose_nothing_of_the_keys(seed):
+    shape = Shape(64, 2, 64, 16, 4, 16, 16)
+    layer = random_layer(shape, torch.float32, seed)
+    mixed = layer._replace(queries=layer.queries.bfloat16())
+    _, slot_idx, weights, _ = run_kernels(mixed, 4)
+    exact = mixed._replace(queries=mixed.queries.double()).wide()
+    assert error(weights, scores_of(exact, slot_idx).softmax(dim=-1)) < 1e-6
+
+
+def test_repeated_slots_are_summed(seed):
+    # Every query equal: each head's four slots are chosen by all of 150 tokens.
+    layer = random_layer(Shape(150, 3, 8, 8, 4, 20, 6), seed=seed)
+    layer = layer._replace(queries=layer.queries[:1].expand_as(layer.queries).contiguous())
+    _, slot_idx, _ = check_everything(layer, 4, False, ERROR[torch.float32], seed)
+    assert len(slot_idx.unique()) <= 12
+
+
+def test_equal_scores_go_to_the_lowest_slot_as_in_the_reference(seed):
+    layer = random_layer(Shape(9, 2, 8, 8, 4, 6, 6), seed=seed)
+    row_keys, col_keys = layer.row_keys.clone(), layer.col_keys.clone()
+    row_keys[:, 1:4] = row_keys[:, :1]
+    col_keys[:, 5:8] = col_keys[:, 4:5]
+    layer = layer._replace(row_keys=row_keys, col_keys=col_keys)
+    out, slot_idx, _ = check_everything(layer, 4, False, ERROR[torch.float32], seed)
+    assert error(headwise_memory(*layer, 4, backend="reference"), out) < ERROR[torch.float32]
+    from midus.ops import product_key_topk
+
+    expected, _ = product_key_topk(*layer[:3], 4, backend="reference")
+    assert torch.equal(slot_idx.long(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_searches_have_bit_equal_scores_and_equal_slots(dtype, seed):
+    layer = random_layer(Shape(12, 3, 16, 16, 4, 8, 8), dtype, seed)
+    if not HAS_CUDA:
+        # NumPy adds in another order for one row than for many; small integers add exactly.
+        layer = Layer(*((tensor * 4).round() for tensor in layer))
+    two_stage, cartesian = (run_kernels(layer, 4, search) for search in (False, True))
+    assert torch.equal(two_stage[1], cartesian[1])  # slots
+    assert torch.equal(two_stage[2], cartesian[2])  # weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("search", ["two_stage", "cartesian"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_cached_values_equal_the_plain_path(dtype, search, backend, seed):
+    layer = random_layer(SHAPES[2], dtype, seed)
+    cache = cache_of(layer)
+    plain = headwise_memory(*layer, 4, backend="reference")
+    cached = headwise_memory_cached(*layer[:3], cache, 4, backend=backend, search=search)
+    assert cached.dtype == dtype
+    assert error(cached, plain) < (1e-5 if dtype == torch.float32 else 5e-3)
+
+
+def test_backward_is_the_same_to_the_bit():
+    layer = random_layer(Shape(100, 3, 8, 8, 4, 20, 6))
+    grad_out = torch.randn(100, 3, 6).to(DEVICE)
+    first, second = (run_kernels(layer, 4, grad_out=grad_out)[3] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_leading_dimensions_and_strides_do_not_matter(backend, seed):
+    layer = random_layer(Shape(12, 3, 8, 8, 2, 4, 4), seed=seed)
+    flat = headwise_memory(*layer, 2, backend=backend)
+    shaped = headwise_memory(layer.queries.view(2, 6, 3, 8), *layer[1:], 2, backend=backend)
+    assert torch.equal(shaped.view_as(flat), flat)
+    strided = layer.queries.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not strided.is_contiguous()
+    # Slots may not differ; the last bits of a product may.
+    assert error(headwise_memory(strided, *layer[1:], 2, backend=backend), flat) < 1e-6
+    every_other = torch.stack([layer.queries, layer.queries], dim=-1)[..., 0]
+    assert every_other.stride(-1) == 2
+    assert error(headwise_memory(every_other, *layer[1:], 2, backend=backend), flat) < 1e-6
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_strided_inputs_have_the_gradients_of_contiguous_ones(backend, seed):
+    layer = random_layer(Shape(12, 3, 8, 8, 2, 4, 4), seed=seed)
+    strided = [torch.stack([t, t], dim=-1)[..., 0].requires_grad_() for t in layer]
+    plain = [tensor.clone().requires_grad_() for tensor in layer]
+    for inputs in (strided, plain):
+        headwise_memory(*inputs, 2, backend=backend).square().sum().backward()
+    assert all(error(a.grad, b.grad) < 1e-6 for a, b in zip(strided, plain, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("lead", [(0,), (2, 0)])
+def test_no_tokens_give_no_output_and_zero_gradients(backend, lead):
+    layer = random_layer(SMALL)
+    leaves = [
+        t.detach().requires_grad_() for t in (layer.queries.new_empty(*lead, 3, 10), *layer[1:])
+    ]
+    out = headwise_memory(*leaves, 3, backend=backend)
+    assert out.shape == (*lead, 3, 7)
+    out.sum().backward()
+    assert all(not leaf.grad.any() for leaf in leaves)
+    cached = headwise_memory_cached(*leaves[:3], cache_of(layer), 3, backend=backend)
+    assert cached.shape == (*lead, 3, 7)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("where", ["queries", "row_keys", "col_keys"])
+def test_nan_is_not_hidden(backend, where):
+    layer = random_layer(SMALL)
+    spoilt = getattr(layer, where).clone()
+    spoilt[0, 0, 0] = torch.nan
+    out = headwise_memory(*layer._replace(**{where: spoilt}), 3, backend=backend)
+    assert out.isnan().any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_autocast_rounds_the_values_and_not_the_selection(backend, seed):
+    layer = random_layer(SHAPES[2], seed=seed)
+    leaves = [tensor.requires_grad_() for tensor in layer]
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        out = headwise_memory(*leaves, 4, backend=backend)
+    assert out.dtype == torch.bfloat16
+    plain = headwise_memory(*layer, 4, backend="reference")
+    # Another slot would be an error of order one in its row.
+    rows = (out - plain).norm(dim=-1) / plain.norm(dim=-1)
+    assert rows.max() < 0.05
+    out.float().square().sum().backward()
+    assert all(leaf.grad.dtype == torch.float32 for leaf in leaves)
+
+
+def test_backends_are_chosen_by_device_and_type(monkeypatch):
+    from midus import ops
+
+    calls = []
+    op = torch.ops.midus.headwise_memory
+    monkeypatch.setattr(torch.ops.midus, "headwise_memory", lambda *a: calls.append(1) or op(*a))
+    layer = random_layer(SMALL)
+    headwise_memory(*layer, 3)
+    assert bool(calls) == HAS_CUDA
+    calls.clear()
+    wide = [tensor.double() for tensor in layer]
+    assert headwise_memory(*wide, 3).dtype == torch.float64
+    assert not calls
+    monkeypatch.setattr(ops, "_HAS_TRITON", False)
+    headwise_memory(*layer, 3)
+    assert not calls
+    with pytest.raises(MidusError, match="install midus"):
+        headwise_memory(*layer, 3, backend="triton")
+
+
+def test_wrong_choices_are_refused_in_a_sentence(monkeypatch):
+    layer = random_layer(SMALL, device="cpu")
+    with pytest.raises(MidusError, match="choose auto, reference or triton"):
+        headwise_memory(*layer, 3, backend="cuda")
+    with pytest.raises(MidusError, match="choose auto, two_stage or cartesian"):
+        headwise_memory(*layer, 3, search="flat")
+    with pytest.raises(MidusError, match="float64"):
+        headwise_memory(*(t.double() for t in layer), 3, backend="triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(MidusError, match="tensors on cpu"):
+        headwise_memory(*layer, 3, backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"queries": (5, 2, 10)}, "row_keys has shape"),
+        ({"queries": (5, 3, 11)}, "even width"),
+        ({"row_keys": (3, 8, 4)}, "row_keys has shape"),
+        ({"col_keys": (3, 9, 5)}, "col_keys has shape"),
+        ({"latent_values": (63, 5)}, "latent_values has shape"),
+        ({"value_proj": (2, 5, 7)}, "value_proj has shape"),
+        ({"value_proj": (3, 4, 7)}, "latent_values has shape"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(change, message):
+    layer = random_layer(SMALL)
+    (name, shape), *_ = change.items()
+    layer = layer._replace(**{name: torch.randn(shape, device=DEVICE)})
+    with pytest.raises(MidusError, match=message):
+        headwise_memory(*layer, 3)
+
+
+@pytest.mark.parametrize("top_k", [0, 9])
+def test_top_k_must_fit_the_subkeys(top_k):
+    with pytest.raises(MidusError, match=f"top_k={top_k}"):
+        headwise_memory(*random_layer(SMALL), top_k)
+
+
+@pytest.mark.parametrize("name", ["headwise_memory", "headwise_memory_cached"])
+def test_operators_hold_what_torch_library_asks_of_them(name):
+    layer = random_layer(Shape(4, 2, 8, 8, 2, 4, 6))
+    if name == "headwise_memory":
+        args = (*(t.requires_grad_() for t in layer), 2, False, True)
+    else:
+        args = (*layer[:3], cache_of(layer), 2, False)
+    torch.library.opcheck(
+        getattr(torch.ops.midus, name).default,
+        args,
+        test_utils=(
+            "test_schema",
+            "test_autograd_registration",
+            "test_faketensor",
+            "test_aot_dispatch_dynamic",
+        ),
+    )
+
+
+def test_compiles_as_one_graph_and_gives_the_same():
+    layer = random_layer(Shape(6, 2, 8, 8, 2, 4, 6))
+
+    def run(compiled):
+        leaves = [tensor.detach().requires_grad_() for tensor in layer]
+        layer_function = torch.compile(headwise_memory, fullgraph=True, backend="aot_eager")
+        function = layer_function if compiled else headwise_memory
+        function(*leaves, 2, backend="triton").square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    for a, b in zip(run(True), run(False), strict=True):
+        assert error(a, b) < 1e-6
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_gives_the_same_gradients(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    layer = random_layer(Shape(6, 2, 8, 8, 2, 4, 6))
+
+    def run(wrap):
+        leaves = [tensor.detach().requires_grad_() for tensor in layer]
+        call = lambda *tensors: headwise_memory(*tensors, 2, backend="triton")  # noqa: E731
+        out = checkpoint(call, *leaves, use_reentrant=reentrant) if wrap else call(*leaves)
+        out.square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
+def test_backward_saves_only_slots_and_weights_besides_the_inputs():
+    layer = [tensor.requires_grad_() for tensor in random_layer(SHAPES[2])]
+    inputs = {tensor.data_ptr() for tensor in layer}
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        headwise_memory(*layer, 4, backend="triton")
+    own = [(t.dtype, t.numel()) for t in saved if t.data_ptr() not in inputs]
+    entries = 37 * 9 * 4
+    assert sorted(own, key=str) == [(torch.float32, entries), (torch.int32, entries)]
