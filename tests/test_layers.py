@@ -19,7 +19,8 @@ ARROWS = {
     "models": {"memory", *LEAVES},
     "upscaling": {"models", "memory", *LEAVES},
     "evaluation": {"models", *LEAVES},
-    "cli": {"evaluation", "upscaling", "models", "midus", *LEAVES},
+    "efficiency": {"ops", "models", *LEAVES},
+    "cli": {"evaluation", "efficiency", "upscaling", "models", "midus", *LEAVES},
     "midus": {"registration", "upscaling", "models", *LEAVES},
 }
 

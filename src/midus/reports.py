@@ -1,4 +1,4 @@
-"""A measurement with the conditions it was taken under: one JSON line, one line of text."""
+"""A measurement with the conditions it was taken under, as JSON."""
 
 import datetime
 import json
@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("midus", "torch", "transformers", "safetensors")
+_PACKAGES = ("midus", "torch", "triton", "transformers", "safetensors")
 
 
 def conditions() -> dict[str, Any]:
@@ -19,7 +19,7 @@ def conditions() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "machine": f"{_cpu_name()}, {os.cpu_count()} CPUs",
+        "machine": machine_name(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
     }
@@ -33,6 +33,19 @@ def write_report(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text(text)
 
 
+def write_result(path: Path, rows: list[dict[str, Any]], hardware: str) -> None:
+    """Writes one JSON object: the conditions once, then the rows."""
+    shared = conditions()
+    result = {
+        "hardware": hardware,
+        "versions": {**shared["versions"], "python": shared["python"]},
+        **{name: shared[name] for name in ("commit", "date", "command")},
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def _commit() -> str | None:
     folder = Path(__file__).parent
     try:
@@ -40,6 +53,11 @@ def _commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def machine_name() -> str:
+    """The processor and how many of it."""
+    return f"{_cpu_name()}, {os.cpu_count()} CPUs"
 
 
 def _cpu_name() -> str:

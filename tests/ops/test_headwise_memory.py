@@ -68,8 +68,9 @@ def check_everything(layer, top_k, cartesian, tolerance, seed):
     ("shape", "dtype"),
     [
         *((shape, torch.float32) for shape in SHAPES),
-        # The largest is slow in the interpreter, so it runs in one type there.
-        *((shape, torch.bfloat16) for shape in (SHAPES if HAS_CUDA else SHAPES[:-1])),
+        # Not the first: errors of single numbers do not average out. The largest is slow in the
+        # interpreter, so it runs in one type there.
+        *((shape, torch.bfloat16) for shape in (SHAPES[1:] if HAS_CUDA else SHAPES[1:-1])),
     ],
     ids=str,
 )

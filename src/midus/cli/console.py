@@ -106,6 +106,16 @@ def print_proof(done: Any, base: str, change: float | None) -> None:
     )
 
 
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Numbers under headings."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
 def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
     """Named rows, two lines each: what it does, then everything else about it."""
     out.print(title, style="bold underline")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from midus import __version__
+from midus.cli.bench import bench
 from midus.cli.generate import generate
 from midus.cli.inspect import inspect
 from midus.cli.merge import merge
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 for _command in (upscale, inspect, methods, verify, merge, generate):
     app.command()(_command)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from midus.ops.blocks import num_splits, power_of_two
+from midus.ops.launch import launch
 from midus.ops.product_key_topk.kernels import (
     find_slots,
     key_gradient_tile,
@@ -55,13 +56,12 @@ def _gather(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _headwise_memory_fwd_kernel(
-    queries, row_keys, col_keys, latent_values, value_proj, out, slot_idx, weights,
-    num_tokens, num_heads: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
-    latent_dim: tl.constexpr, head_width: tl.constexpr,
+    queries, row_keys, col_keys, latent_values, value_proj, out, slot_idx, weights, num_tokens,
     stride_token, stride_head,
-    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
-    CARTESIAN: tl.constexpr, SAVE: tl.constexpr, UNROLL: tl.constexpr,
+    num_heads: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
+    latent_dim: tl.constexpr, head_width: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr, CARTESIAN: tl.constexpr, SAVE: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """``out[t, h] = (sum_k weights_k * latent_values[slot_k]) @ value_proj[h]``."""
     head = tl.program_id(1).to(tl.int64)
@@ -103,11 +103,11 @@ def _headwise_memory_fwd_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _headwise_memory_cached_kernel(
-    queries, row_keys, col_keys, value_cache, out,
-    num_tokens, num_heads: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
-    head_width: tl.constexpr, stride_token, stride_head,
-    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr, CARTESIAN: tl.constexpr, UNROLL: tl.constexpr,
+    queries, row_keys, col_keys, value_cache, out, num_tokens, stride_token, stride_head,
+    num_heads: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
+    head_width: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr, CARTESIAN: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """``out[t, h] = sum_k weights_k * value_cache[h, slot_k]``."""
     head = tl.program_id(1).to(tl.int64)
@@ -133,12 +133,12 @@ def _headwise_memory_cached_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _headwise_memory_bwd_kernel(
-    grad_out, row_keys, col_keys, latent_values, value_proj, slot_idx, weights,
-    grad_queries, grad_scores, latent, grad_latent, buckets,
-    num_tokens, num_heads: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
-    latent_dim: tl.constexpr, head_width: tl.constexpr,
-    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, UNROLL: tl.constexpr, BUCKET: tl.constexpr,
+    grad_out, row_keys, col_keys, latent_values, value_proj, slot_idx, weights, grad_queries,
+    grad_scores, latent, grad_latent, buckets, num_tokens,
+    num_heads: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
+    latent_dim: tl.constexpr, head_width: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
+    UNROLL: tl.constexpr, BUCKET: tl.constexpr,
 ):  # fmt: skip
     """``grad_score_k = weights_k * (g_k - sum_j weights_j g_j)``, g_k = <grad_out W^T, value_k>.
 
@@ -232,9 +232,9 @@ def _projection_gradient_tile(
 @triton.jit(do_not_specialize=["num_tokens", "tokens_per_split"])
 def _parameter_gradient_kernel(
     latent, grad_out, grad_scores, slot_idx, queries, partials, num_tokens, tokens_per_split,
+    stride_token, stride_head,
     num_heads: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
-    latent_dim: tl.constexpr, head_width: tl.constexpr, stride_token, stride_head,
-    tiles_proj: tl.constexpr,
+    latent_dim: tl.constexpr, head_width: tl.constexpr, tiles_proj: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
 ):  # fmt: skip
@@ -306,27 +306,32 @@ def headwise_memory_forward(
         return out, slot_idx, weights
     queries = rows_together(queries)
     blocks = forward_blocks(num_tokens, num_subkeys, top_k, latent_dim, head_width, cartesian)
-    _headwise_memory_fwd_kernel[(triton.cdiv(num_tokens, blocks["BLOCK_T"]), num_heads)](
-        queries,
-        row_keys.contiguous(),
-        col_keys.contiguous(),
-        latent_values.contiguous(),
-        value_proj.contiguous(),
-        out,
-        slot_idx,
-        weights,
-        num_tokens,
-        num_heads,
-        num_subkeys,
-        subkey_dim,
-        latent_dim,
-        head_width,
-        queries.stride(0),
-        queries.stride(1),
-        CARTESIAN=cartesian,
-        SAVE=save,
-        **search_blocks(num_subkeys, subkey_dim, top_k),
-        **blocks,
+    launch(
+        _headwise_memory_fwd_kernel,
+        (triton.cdiv(num_tokens, blocks["BLOCK_T"]), num_heads),
+        (
+            queries,
+            row_keys.contiguous(),
+            col_keys.contiguous(),
+            latent_values.contiguous(),
+            value_proj.contiguous(),
+            out,
+            slot_idx,
+            weights,
+            num_tokens,
+            *queries.stride()[:2],
+        ),
+        {
+            "num_heads": num_heads,
+            "num_subkeys": num_subkeys,
+            "subkey_dim": subkey_dim,
+            "latent_dim": latent_dim,
+            "head_width": head_width,
+            "CARTESIAN": cartesian,
+            "SAVE": save,
+            **search_blocks(num_subkeys, subkey_dim, top_k),
+            **blocks,
+        },
     )
     return out, slot_idx, weights
 
@@ -350,23 +355,28 @@ def headwise_memory_cached_forward(
         return out
     queries = rows_together(queries)
     block_t = 1 if cartesian else search_tokens(num_tokens, num_subkeys, top_k)
-    _headwise_memory_cached_kernel[(triton.cdiv(num_tokens, block_t), num_heads)](
-        queries,
-        row_keys.contiguous(),
-        col_keys.contiguous(),
-        value_cache.contiguous(),
-        out,
-        num_tokens,
-        num_heads,
-        num_subkeys,
-        subkey_dim,
-        head_width,
-        queries.stride(0),
-        queries.stride(1),
-        BLOCK_T=block_t,
-        BLOCK_O=min(power_of_two(head_width, 16), 128),
-        CARTESIAN=cartesian,
-        **search_blocks(num_subkeys, subkey_dim, top_k),
+    launch(
+        _headwise_memory_cached_kernel,
+        (triton.cdiv(num_tokens, block_t), num_heads),
+        (
+            queries,
+            row_keys.contiguous(),
+            col_keys.contiguous(),
+            value_cache.contiguous(),
+            out,
+            num_tokens,
+            *queries.stride()[:2],
+        ),
+        {
+            "num_heads": num_heads,
+            "num_subkeys": num_subkeys,
+            "subkey_dim": subkey_dim,
+            "head_width": head_width,
+            "BLOCK_T": block_t,
+            "BLOCK_O": min(power_of_two(head_width, 16), 128),
+            "CARTESIAN": cartesian,
+            **search_blocks(num_subkeys, subkey_dim, top_k),
+        },
     )
     return out
 
@@ -397,31 +407,37 @@ def headwise_memory_backward(
     latent = grad_out.new_empty((num_tokens, num_heads, latent_dim))
     grad_latent = torch.empty_like(latent)
     blocks = backward_blocks(latent_dim, head_width, grad_out.dtype)
-    _headwise_memory_bwd_kernel[(triton.cdiv(num_tokens, blocks["BLOCK_T"]), num_heads)](
-        grad_out,
-        row_keys.contiguous(),
-        col_keys.contiguous(),
-        latent_values.contiguous(),
-        value_proj.contiguous(),
-        slot_idx,
-        weights,
-        grad_queries,
-        grad_scores,
-        latent,
-        grad_latent,
-        buckets,
-        num_tokens,
-        num_heads,
-        num_subkeys,
-        subkey_dim,
-        latent_dim,
-        head_width,
-        TOP_K=top_k,
-        BLOCK_E=min(power_of_two(subkey_dim, 16), 64),
-        BLOCK_K=power_of_two(top_k),
-        UNROLL=min(top_k, 4),
-        BUCKET=BUCKET,
-        **blocks,
+    launch(
+        _headwise_memory_bwd_kernel,
+        (triton.cdiv(num_tokens, blocks["BLOCK_T"]), num_heads),
+        (
+            grad_out,
+            row_keys.contiguous(),
+            col_keys.contiguous(),
+            latent_values.contiguous(),
+            value_proj.contiguous(),
+            slot_idx,
+            weights,
+            grad_queries,
+            grad_scores,
+            latent,
+            grad_latent,
+            buckets,
+            num_tokens,
+        ),
+        {
+            "num_heads": num_heads,
+            "num_subkeys": num_subkeys,
+            "subkey_dim": subkey_dim,
+            "latent_dim": latent_dim,
+            "head_width": head_width,
+            "TOP_K": top_k,
+            "BLOCK_E": min(power_of_two(subkey_dim, 16), 64),
+            "BLOCK_K": power_of_two(top_k),
+            "UNROLL": min(top_k, 4),
+            "BUCKET": BUCKET,
+            **blocks,
+        },
     )
     grad_row, grad_col, grad_proj = _parameter_gradients(
         latent, grad_out, grad_scores, slot_idx, queries, row_keys, col_keys, value_proj
@@ -459,34 +475,42 @@ def _parameter_gradients(
     size_proj, size_keys = value_proj.numel(), row_keys.numel()
     size = size_proj + 2 * size_keys
     partials = torch.empty((splits, size), dtype=torch.float32, device=latent.device)
-    _parameter_gradient_kernel[(tiles, num_heads, splits)](
-        latent,
-        grad_out,
-        grad_scores,
-        slot_idx,
-        queries,
-        partials,
-        num_tokens,
-        triton.cdiv(num_tokens, splits),
-        num_heads,
-        num_subkeys,
-        subkey_dim,
-        latent_dim,
-        head_width,
-        queries.stride(0),
-        queries.stride(1),
-        tiles_proj,
-        TOP_K=top_k,
-        BLOCK_R=block_r,
-        BLOCK_O=block_o,
-        **blocks,
+    launch(
+        _parameter_gradient_kernel,
+        (tiles, num_heads, splits),
+        (
+            latent,
+            grad_out,
+            grad_scores,
+            slot_idx,
+            queries,
+            partials,
+            num_tokens,
+            triton.cdiv(num_tokens, splits),
+            *queries.stride()[:2],
+        ),
+        {
+            "num_heads": num_heads,
+            "num_subkeys": num_subkeys,
+            "subkey_dim": subkey_dim,
+            "latent_dim": latent_dim,
+            "head_width": head_width,
+            "tiles_proj": tiles_proj,
+            "TOP_K": top_k,
+            "BLOCK_R": block_r,
+            "BLOCK_O": block_o,
+            **blocks,
+        },
     )
     grad_proj = torch.empty_like(value_proj, memory_format=torch.contiguous_format)
     grad_row = torch.empty_like(row_keys, memory_format=torch.contiguous_format)
     grad_col = torch.empty_like(col_keys, memory_format=torch.contiguous_format)
     block = 1024
-    _sum_splits_kernel[(triton.cdiv(size, block),)](
-        partials, grad_proj, grad_row, grad_col, splits, size_proj, size_keys, BLOCK=block
+    launch(
+        _sum_splits_kernel,
+        (triton.cdiv(size, block),),
+        (partials, grad_proj, grad_row, grad_col, splits),
+        {"size_proj": size_proj, "size_keys": size_keys, "BLOCK": block},
     )
     return grad_row, grad_col, grad_proj
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from midus.ops.blocks import num_splits, power_of_two
+from midus.ops.launch import launch
 
 
 @triton.jit
@@ -191,9 +192,8 @@ def query_gradient(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _product_key_topk_fwd_kernel(
-    queries, row_keys, col_keys, slot_idx, scores, num_tokens, num_heads: tl.constexpr,
-    num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
-    stride_token, stride_head,
+    queries, row_keys, col_keys, slot_idx, scores, num_tokens, stride_token, stride_head,
+    num_heads: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr, CARTESIAN: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -213,8 +213,8 @@ def _product_key_topk_fwd_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _product_key_topk_bwd_kernel(
-    grad_scores, slot_idx, row_keys, col_keys, grad_queries,
-    num_tokens, num_heads: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
+    grad_scores, slot_idx, row_keys, col_keys, grad_queries, num_tokens,
+    num_heads: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -286,9 +286,9 @@ def key_gradient_tile(
 
 @triton.jit(do_not_specialize=["num_tokens", "tokens_per_split"])
 def _key_gradient_kernel(
-    grad_scores, slot_idx, queries, partials, num_tokens, tokens_per_split,
+    grad_scores, slot_idx, queries, partials, num_tokens, tokens_per_split, stride_token,
+    stride_head,
     num_heads: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
-    stride_token, stride_head,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """``grad_keys[i] = sum over (t, k) that chose sub-key i of grad_score * query[t]``."""
@@ -334,21 +334,26 @@ def product_key_topk_forward(
         return slot_idx, scores
     queries = rows_together(queries)
     block_t = 1 if cartesian else search_tokens(num_tokens, num_subkeys, top_k)
-    _product_key_topk_fwd_kernel[(triton.cdiv(num_tokens, block_t), num_heads)](
-        queries,
-        row_keys.contiguous(),
-        col_keys.contiguous(),
-        slot_idx,
-        scores,
-        num_tokens,
-        num_heads,
-        num_subkeys,
-        subkey_dim,
-        queries.stride(0),
-        queries.stride(1),
-        BLOCK_T=block_t,
-        CARTESIAN=cartesian,
-        **search_blocks(num_subkeys, subkey_dim, top_k),
+    launch(
+        _product_key_topk_fwd_kernel,
+        (triton.cdiv(num_tokens, block_t), num_heads),
+        (
+            queries,
+            row_keys.contiguous(),
+            col_keys.contiguous(),
+            slot_idx,
+            scores,
+            num_tokens,
+            *queries.stride()[:2],
+        ),
+        {
+            "num_heads": num_heads,
+            "num_subkeys": num_subkeys,
+            "subkey_dim": subkey_dim,
+            "BLOCK_T": block_t,
+            "CARTESIAN": cartesian,
+            **search_blocks(num_subkeys, subkey_dim, top_k),
+        },
     )
     return slot_idx, scores
 
@@ -364,21 +369,27 @@ def product_key_topk_backward(
         return grad_queries, torch.zeros_like(row_keys), torch.zeros_like(col_keys)
     grad_scores = grad_scores.contiguous()
     block_t = 32
-    _product_key_topk_bwd_kernel[(triton.cdiv(num_tokens, block_t), num_heads)](
-        grad_scores,
-        slot_idx,
-        row_keys.contiguous(),
-        col_keys.contiguous(),
-        grad_queries,
-        num_tokens,
-        num_heads,
-        num_subkeys,
-        subkey_dim,
-        TOP_K=top_k,
-        BLOCK_T=block_t,
-        BLOCK_E=min(power_of_two(subkey_dim, 16), 64),
-        BLOCK_K=power_of_two(top_k),
-        UNROLL=min(top_k, 4),
+    launch(
+        _product_key_topk_bwd_kernel,
+        (triton.cdiv(num_tokens, block_t), num_heads),
+        (
+            grad_scores,
+            slot_idx,
+            row_keys.contiguous(),
+            col_keys.contiguous(),
+            grad_queries,
+            num_tokens,
+        ),
+        {
+            "num_heads": num_heads,
+            "num_subkeys": num_subkeys,
+            "subkey_dim": subkey_dim,
+            "TOP_K": top_k,
+            "BLOCK_T": block_t,
+            "BLOCK_E": min(power_of_two(subkey_dim, 16), 64),
+            "BLOCK_K": power_of_two(top_k),
+            "UNROLL": min(top_k, 4),
+        },
     )
     return grad_queries, *key_gradient(grad_scores, slot_idx, queries, row_keys, col_keys)
 
@@ -393,20 +404,25 @@ def key_gradient(
     tiles, blocks = key_tiles(num_subkeys, subkey_dim)
     splits = num_splits(num_tokens, tiles * num_heads, blocks["BLOCK_T"])
     partials = torch.empty((splits, 2, *row_keys.shape), dtype=torch.float32, device=queries.device)
-    _key_gradient_kernel[(tiles, num_heads, splits)](
-        grad_scores,
-        slot_idx,
-        queries,
-        partials,
-        num_tokens,
-        triton.cdiv(num_tokens, splits),
-        num_heads,
-        num_subkeys,
-        subkey_dim,
-        queries.stride(0),
-        queries.stride(1),
-        TOP_K=top_k,
-        **blocks,
+    launch(
+        _key_gradient_kernel,
+        (tiles, num_heads, splits),
+        (
+            grad_scores,
+            slot_idx,
+            queries,
+            partials,
+            num_tokens,
+            triton.cdiv(num_tokens, splits),
+            *queries.stride()[:2],
+        ),
+        {
+            "num_heads": num_heads,
+            "num_subkeys": num_subkeys,
+            "subkey_dim": subkey_dim,
+            "TOP_K": top_k,
+            **blocks,
+        },
     )
     grad_row, grad_col = partials.sum(dim=0).unbind(0)
     return grad_row.to(row_keys.dtype, copy=True), grad_col.to(col_keys.dtype, copy=True)

@@ -12,17 +12,18 @@ import triton.language as tl
 from torch import Tensor
 
 from midus.ops.blocks import power_of_two
+from midus.ops.launch import launch
 
 # Neighbouring rows of the table whose gradients one program accumulates in registers.
 BUCKET = 64
 # Programs that share the entries of a whole table.
-_PROGRAMS = 512
+_PROGRAMS = 264
 
 
 @triton.jit(do_not_specialize=["num_bags"])
 def _weighted_gather_fwd_kernel(
-    values, slot_idx, weights, out, num_bags, bag_size: tl.constexpr, width: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
+    values, slot_idx, weights, out, num_bags,
+    bag_size: tl.constexpr, width: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """``out[p] = sum_k weights[p, k] * values[slot_idx[p, k]]``."""
     bag = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -40,8 +41,9 @@ def _weighted_gather_fwd_kernel(
 
 @triton.jit(do_not_specialize=["num_bags"])
 def _weight_gradient_kernel(
-    grad_out, values, slot_idx, grad_weights, num_bags, bag_size: tl.constexpr, width: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    grad_out, values, slot_idx, grad_weights, num_bags,
+    bag_size: tl.constexpr, width: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """``grad_weights[p, k] = <grad_out[p], values[slot_idx[p, k]]>``."""
     bag = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -84,8 +86,8 @@ def _add_rows(total, rows, weight, place, BUCKET: tl.constexpr):
 @triton.jit(do_not_specialize=["num_entries", "program_size"])
 def _bucket_sum_kernel(
     grad_out, weights, slot_idx, buckets, order, partials, num_entries, program_size,
-    bag_size: tl.constexpr, width: tl.constexpr,
-    BUCKET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    bag_size: tl.constexpr, width: tl.constexpr, BUCKET: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """``partials[program + bucket] = sum of weight * grad_out`` over a program's sorted entries.
 
@@ -126,8 +128,8 @@ def _bucket_sum_kernel(
 @triton.jit(do_not_specialize=["num_entries", "program_size", "num_programs"])
 def _partial_sum_kernel(
     buckets, partials, grad_values, num_entries, program_size, num_programs,
-    num_slots: tl.constexpr, width: tl.constexpr,
-    BUCKET: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
+    num_slots: tl.constexpr, width: tl.constexpr, BUCKET: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """``grad_values[slot] = sum of the partials`` of its bucket, in the order of the programs."""
     slot = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -160,16 +162,11 @@ def weighted_gather_forward(values: Tensor, slot_idx: Tensor, weights: Tensor) -
         return out
     block_r = min(power_of_two(width, 16), 256)
     block_p = max(1, 2048 // block_r)
-    _weighted_gather_fwd_kernel[(triton.cdiv(num_bags, block_p), triton.cdiv(width, block_r))](
-        values.contiguous(),
-        slot_idx.contiguous(),
-        weights.contiguous(),
-        out,
-        num_bags,
-        bag_size,
-        width,
-        BLOCK_P=block_p,
-        BLOCK_R=block_r,
+    launch(
+        _weighted_gather_fwd_kernel,
+        (triton.cdiv(num_bags, block_p), triton.cdiv(width, block_r)),
+        (values.contiguous(), slot_idx.contiguous(), weights.contiguous(), out, num_bags),
+        {"bag_size": bag_size, "width": width, "BLOCK_P": block_p, "BLOCK_R": block_r},
     )
     return out
 
@@ -183,17 +180,17 @@ def weight_gradient(grad_out: Tensor, values: Tensor, slot_idx: Tensor, weights:
         return grad_weights
     block_k = min(power_of_two(bag_size), 16)
     block_p = 16 // block_k
-    _weight_gradient_kernel[(triton.cdiv(num_bags, block_p), triton.cdiv(bag_size, block_k))](
-        grad_out.contiguous(),
-        values.contiguous(),
-        slot_idx.contiguous(),
-        grad_weights,
-        num_bags,
-        bag_size,
-        width,
-        BLOCK_P=block_p,
-        BLOCK_K=block_k,
-        BLOCK_R=min(power_of_two(width, 16), 256),
+    launch(
+        _weight_gradient_kernel,
+        (triton.cdiv(num_bags, block_p), triton.cdiv(bag_size, block_k)),
+        (grad_out.contiguous(), values.contiguous(), slot_idx.contiguous(), grad_weights, num_bags),
+        {
+            "bag_size": bag_size,
+            "width": width,
+            "BLOCK_P": block_p,
+            "BLOCK_K": block_k,
+            "BLOCK_R": min(power_of_two(width, 16), 256),
+        },
     )
     return grad_weights
 
@@ -252,34 +249,40 @@ def table_gradient(
     partials = torch.empty(
         (num_partials, BUCKET, width), dtype=torch.float32, device=grad_out.device
     )
-    _bucket_sum_kernel[(num_programs, tiles)](
-        grad_out.contiguous(),
-        weights.contiguous(),
-        slot_idx.contiguous(),
-        buckets,
-        order,
-        partials,
-        num_entries,
-        program_size,
-        slot_idx.shape[1],
-        width,
-        BUCKET=BUCKET,
-        BLOCK_M=64,
-        BLOCK_R=block_r,
+    launch(
+        _bucket_sum_kernel,
+        (num_programs, tiles),
+        (
+            grad_out.contiguous(),
+            weights.contiguous(),
+            slot_idx.contiguous(),
+            buckets,
+            order,
+            partials,
+            num_entries,
+            program_size,
+        ),
+        {
+            "bag_size": slot_idx.shape[1],
+            "width": width,
+            "BUCKET": BUCKET,
+            "BLOCK_M": 128 if grad_out.dtype != torch.float32 else 32,
+            "BLOCK_R": block_r,
+            "num_stages": 2,
+        },
     )
     block_s = 16 if num_slots <= 1 << 16 else BUCKET
-    _partial_sum_kernel[(triton.cdiv(num_slots, block_s), tiles)](
-        buckets,
-        partials,
-        grad_values,
-        num_entries,
-        program_size,
-        num_programs,
-        num_slots,
-        width,
-        BUCKET=BUCKET,
-        BLOCK_P=power_of_two(num_programs),
-        BLOCK_S=block_s,
-        BLOCK_R=block_r,
+    launch(
+        _partial_sum_kernel,
+        (triton.cdiv(num_slots, block_s), tiles),
+        (buckets, partials, grad_values, num_entries, program_size, num_programs),
+        {
+            "num_slots": num_slots,
+            "width": width,
+            "BUCKET": BUCKET,
+            "BLOCK_P": power_of_two(num_programs),
+            "BLOCK_S": block_s,
+            "BLOCK_R": block_r,
+        },
     )
     return grad_values

@@ -1,0 +1,1 @@
+"""What things cost: times and memory, measured where the command runs."""
