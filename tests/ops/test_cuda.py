@@ -123,7 +123,7 @@ def test_memory_layers_have_the_gradients_of_the_reference(kind):
             torch.nn.init.normal_(parameter)
     attended = torch.randn(2, 40, 64, dtype=torch.float64)
     layer(attended).square().sum().backward()
-    expected = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    expected = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
     layer = layer.float().cuda()
     layer.zero_grad()
     layer(attended.float().cuda()).square().sum().backward()

@@ -5,7 +5,6 @@ import torch
 from midus.errors import MidusError
 from midus.reports import machine_name
 
-
 _CPU = torch.device("cpu")
 
 

@@ -114,7 +114,8 @@ def _random_inputs(
 
 def _check(inputs: Inputs, grad: Tensor, top_k: int) -> tuple[float, bool]:
     """The largest relative error of output and gradients against float32; two equal backwards."""
-    wide: Any = tuple(tensor.float() for tensor in inputs)
+    q, row_keys, col_keys, values, proj = (tensor.float() for tensor in inputs)
+    wide = (q, row_keys, col_keys, values, proj)
     run = forward_backward(headwise_memory, inputs, grad, top_k)
     exact = forward_backward(headwise_memory, wide, grad.float(), top_k, "reference")
     with torch.no_grad():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from midus.errors import MidusError
-from midus.ops.headwise_memory import library as _headwise_memory_library  # noqa: F401
+from midus.ops.headwise_memory import library as _headwise_memory_library
 from midus.ops.headwise_memory import reference as _headwise_memory
 from midus.ops.linear_topk.reference import linear_topk
 from midus.ops.product_key_topk import library as _product_key_topk_library  # noqa: F401
@@ -63,10 +63,10 @@ def product_key_topk(
     cartesian = _use_cartesian(search, queries, row_keys, use_triton)
     if not use_triton:
         return _product_key_topk.product_key_topk(queries, row_keys, col_keys, top_k, cartesian)
-    flat = queries.reshape(-1, *queries.shape[-2:])
-    slot_idx, scores = torch.ops.midus.product_key_topk(flat, row_keys, col_keys, top_k, cartesian)
-    shape = (*queries.shape[:-1], top_k)
-    return slot_idx.view(shape), scores.view(shape)
+    found: tuple[Tensor, Tensor] = torch.ops.midus.product_key_topk(
+        queries, row_keys, col_keys, top_k, cartesian
+    )
+    return found
 
 
 def weighted_gather(
@@ -90,11 +90,8 @@ def weighted_gather(
         )
     if not _use_triton(backend, values, weights):
         return _weighted_gather.weighted_gather(values, slot_idx, weights)
-    bag = slot_idx.shape[-1]
-    out: Tensor = torch.ops.midus.weighted_gather(
-        values, slot_idx.reshape(-1, bag), weights.reshape(-1, bag)
-    )
-    return out.view(*slot_idx.shape[:-1], values.shape[1])
+    out: Tensor = torch.ops.midus.weighted_gather(values, slot_idx, weights)
+    return out
 
 
 def headwise_memory(
@@ -135,10 +132,14 @@ def headwise_memory(
     cartesian = _use_cartesian(search, queries, row_keys, use_triton)
     if not use_triton:
         return _headwise_memory.headwise_memory(*inputs, top_k, cartesian)
+    args = (*inputs, top_k, cartesian)
     save = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    flat = queries.reshape(-1, *queries.shape[-2:])
-    out: Tensor = torch.ops.midus.headwise_memory(flat, *inputs[1:], top_k, cartesian, save)[0]
-    return out.view(*queries.shape[:-1], value_proj.shape[2])
+    out: Tensor
+    if save and not torch.compiler.is_compiling():
+        out = _headwise_memory_library.HeadwiseMemory.apply(*args)  # type: ignore[no-untyped-call]
+    else:
+        out = torch.ops.midus.headwise_memory(*args, save)[0]
+    return out
 
 
 def headwise_memory_cached(
@@ -172,9 +173,8 @@ def headwise_memory_cached(
     inputs = (row_keys, col_keys, value_cache, top_k, cartesian)
     if not use_triton:
         return _headwise_memory.headwise_memory_cached(queries, *inputs)
-    flat = queries.reshape(-1, *queries.shape[-2:])
-    out: Tensor = torch.ops.midus.headwise_memory_cached(flat, *inputs)
-    return out.view(*queries.shape[:-1], value_cache.shape[2])
+    out: Tensor = torch.ops.midus.headwise_memory_cached(queries, *inputs)
+    return out
 
 
 def _check_keys(queries: Tensor, row_keys: Tensor, col_keys: Tensor, top_k: int) -> None:

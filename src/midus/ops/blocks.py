@@ -4,6 +4,11 @@
 _PROGRAMS = 512
 
 
+def ceil_div(a: int, b: int) -> int:
+    """``a / b``, rounded up. Not ``triton.cdiv``, which takes 40 us outside a kernel."""
+    return -(-a // b)
+
+
 def power_of_two(size: int, least: int = 1) -> int:
     """The smallest power of two that is at least ``size`` and ``least``."""
     return max(1 << max(size - 1, 0).bit_length(), least)
@@ -14,4 +19,4 @@ def num_splits(num_tokens: int, tiles: int, block_tokens: int) -> int:
 
     Depends on shapes alone, so that a sum has one order everywhere.
     """
-    return max(1, min(_PROGRAMS // tiles, -(-num_tokens // (2 * block_tokens))))
+    return max(1, min(_PROGRAMS // tiles, ceil_div(num_tokens, 2 * block_tokens)))

@@ -14,18 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from midus.ops.blocks import num_splits, power_of_two
+from midus.ops.blocks import ceil_div, num_splits, power_of_two
 from midus.ops.launch import launch
 from midus.ops.product_key_topk.kernels import (
     find_slots,
     key_gradient_tile,
     key_tiles,
     query_gradient,
-    rows_together,
+    query_rows,
     search_blocks,
     search_tokens,
 )
-from midus.ops.weighted_gather.kernels import BUCKET, bucket_type, table_gradient
+from midus.ops.streams import start_beside
+from midus.ops.weighted_gather.kernels import sort_entries, table_gradient
 
 
 @triton.jit
@@ -134,11 +135,11 @@ def _headwise_memory_cached_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _headwise_memory_bwd_kernel(
     grad_out, row_keys, col_keys, latent_values, value_proj, slot_idx, weights, grad_queries,
-    grad_scores, latent, grad_latent, buckets, num_tokens,
+    grad_scores, latent, grad_latent, num_tokens,
     num_heads: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
     latent_dim: tl.constexpr, head_width: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
-    UNROLL: tl.constexpr, BUCKET: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """``grad_score_k = weights_k * (g_k - sum_j weights_j g_j)``, g_k = <grad_out W^T, value_k>.
 
@@ -154,7 +155,6 @@ def _headwise_memory_bwd_kernel(
     chosen = mask[:, None] & (place < TOP_K)[None, :]
     slots = tl.load(slot_idx + where, mask=chosen, other=0)  # [T, K]
     alpha = tl.load(weights + where, mask=chosen, other=0.0)
-    tl.store(buckets + where, (slots // BUCKET).to(buckets.dtype.element_ty), mask=chosen)
     grad_alpha = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     for start_r in range(0, latent_dim, BLOCK_R):
         r = start_r + tl.arange(0, BLOCK_R)
@@ -293,22 +293,23 @@ def headwise_memory_forward(
     cartesian: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output ``[P, H, O]``, and slots and weights ``[P, H, K]`` where they are saved."""
+    """Output ``[..., H, O]``, and slots and weights ``[..., H, K]`` where they are saved."""
+    lines = queries.shape[:-1]
+    queries = query_rows(queries)
     num_tokens, num_heads, _ = queries.shape
     num_subkeys, subkey_dim = row_keys.shape[1:]
     latent_dim, head_width = value_proj.shape[1:]
     device = queries.device
-    out = torch.empty((num_tokens, num_heads, head_width), dtype=value_proj.dtype, device=device)
-    shape = (num_tokens, num_heads, top_k) if save else (0,)
+    out = torch.empty((*lines, head_width), dtype=value_proj.dtype, device=device)
+    shape = (*lines, top_k) if save else (0,)
     slot_idx = torch.empty(shape, dtype=torch.int32, device=device)
     weights = torch.empty(shape, dtype=torch.float32, device=device)
     if not num_tokens:
         return out, slot_idx, weights
-    queries = rows_together(queries)
     blocks = forward_blocks(num_tokens, num_subkeys, top_k, latent_dim, head_width, cartesian)
     launch(
         _headwise_memory_fwd_kernel,
-        (triton.cdiv(num_tokens, blocks["BLOCK_T"]), num_heads),
+        (ceil_div(num_tokens, blocks["BLOCK_T"]), num_heads),
         (
             queries,
             row_keys.contiguous(),
@@ -344,20 +345,19 @@ def headwise_memory_cached_forward(
     top_k: int,
     cartesian: bool,
 ) -> Tensor:
-    """Output ``[P, H, O]`` from a table of realized values a head."""
+    """Output ``[..., H, O]`` from a table of realized values a head."""
+    lines = queries.shape[:-1]
+    queries = query_rows(queries)
     num_tokens, num_heads, _ = queries.shape
     num_subkeys, subkey_dim = row_keys.shape[1:]
     head_width = value_cache.shape[2]
-    out = torch.empty(
-        (num_tokens, num_heads, head_width), dtype=value_cache.dtype, device=queries.device
-    )
+    out = torch.empty((*lines, head_width), dtype=value_cache.dtype, device=queries.device)
     if not num_tokens:
         return out
-    queries = rows_together(queries)
     block_t = 1 if cartesian else search_tokens(num_tokens, num_subkeys, top_k)
     launch(
         _headwise_memory_cached_kernel,
-        (triton.cdiv(num_tokens, block_t), num_heads),
+        (ceil_div(num_tokens, block_t), num_heads),
         (
             queries,
             row_keys.contiguous(),
@@ -392,24 +392,26 @@ def headwise_memory_backward(
     weights: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, row keys, column keys, latent values and projections."""
-    num_tokens, num_heads, top_k = slot_idx.shape
+    grad_queries = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    queries = query_rows(queries)
+    num_tokens, num_heads, _ = queries.shape
+    top_k = slot_idx.shape[-1]
     num_subkeys, subkey_dim = row_keys.shape[1:]
     num_slots, latent_dim = latent_values.shape
     head_width = value_proj.shape[2]
-    grad_queries = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     if not num_tokens:
         rest = (row_keys, col_keys, latent_values, value_proj)
         return grad_queries, *(torch.zeros_like(tensor) for tensor in rest)  # type: ignore[return-value]  # four of them
-    queries = rows_together(queries)
+    # Sorting is many short kernels; beside the long one that follows they cost next to nothing.
+    sorted_entries = start_beside(sort_entries, slot_idx, num_slots)
     grad_out = grad_out.contiguous()
     grad_scores = torch.empty_like(weights)
-    buckets = torch.empty_like(slot_idx, dtype=bucket_type(num_slots))
-    latent = grad_out.new_empty((num_tokens, num_heads, latent_dim))
+    latent = grad_out.new_empty((*grad_out.shape[:-1], latent_dim))
     grad_latent = torch.empty_like(latent)
     blocks = backward_blocks(latent_dim, head_width, grad_out.dtype)
     launch(
         _headwise_memory_bwd_kernel,
-        (triton.cdiv(num_tokens, blocks["BLOCK_T"]), num_heads),
+        (ceil_div(num_tokens, blocks["BLOCK_T"]), num_heads),
         (
             grad_out,
             row_keys.contiguous(),
@@ -422,7 +424,6 @@ def headwise_memory_backward(
             grad_scores,
             latent,
             grad_latent,
-            buckets,
             num_tokens,
         ),
         {
@@ -435,7 +436,6 @@ def headwise_memory_backward(
             "BLOCK_E": min(power_of_two(subkey_dim, 16), 64),
             "BLOCK_K": power_of_two(top_k),
             "UNROLL": min(top_k, 4),
-            "BUCKET": BUCKET,
             **blocks,
         },
     )
@@ -443,12 +443,12 @@ def headwise_memory_backward(
         latent, grad_out, grad_scores, slot_idx, queries, row_keys, col_keys, value_proj
     )
     grad_values = table_gradient(
-        grad_latent.view(-1, latent_dim),
-        slot_idx.view(-1, top_k),
-        weights.view(-1, top_k),
+        grad_latent,
+        slot_idx,
+        weights,
         num_slots,
         latent_values.dtype,
-        buckets,
+        sorted_entries(),
     )
     return grad_queries, grad_row, grad_col, grad_values, grad_proj
 
@@ -463,12 +463,13 @@ def _parameter_gradients(
     col_keys: Tensor,
     value_proj: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num_tokens, num_heads, top_k = slot_idx.shape
+    num_tokens, num_heads, _ = queries.shape
+    top_k = slot_idx.shape[-1]
     num_subkeys, subkey_dim = row_keys.shape[1:]
     latent_dim, head_width = value_proj.shape[1:]
     block_r = min(power_of_two(latent_dim, 16), 64)
     block_o = min(power_of_two(head_width, 16), 128)
-    tiles_proj = triton.cdiv(latent_dim, block_r) * triton.cdiv(head_width, block_o)
+    tiles_proj = ceil_div(latent_dim, block_r) * ceil_div(head_width, block_o)
     tiles_keys, blocks = key_tiles(num_subkeys, subkey_dim)
     tiles = tiles_proj + tiles_keys
     splits = num_splits(num_tokens, tiles * num_heads, blocks["BLOCK_T"])
@@ -486,7 +487,7 @@ def _parameter_gradients(
             queries,
             partials,
             num_tokens,
-            triton.cdiv(num_tokens, splits),
+            ceil_div(num_tokens, splits),
             *queries.stride()[:2],
         ),
         {
@@ -508,7 +509,7 @@ def _parameter_gradients(
     block = 1024
     launch(
         _sum_splits_kernel,
-        (triton.cdiv(size, block),),
+        (ceil_div(size, block),),
         (partials, grad_proj, grad_row, grad_col, splits),
         {"size_proj": size_proj, "size_keys": size_keys, "BLOCK": block},
     )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from midus.ops.blocks import num_splits, power_of_two
+from midus.ops.blocks import ceil_div, num_splits, power_of_two
 from midus.ops.launch import launch
 
 
@@ -308,7 +308,10 @@ def search_blocks(num_subkeys: int, subkey_dim: int, top_k: int) -> dict[str, An
     return {
         "TOP_K": top_k,
         "BLOCK_N": power_of_two(num_subkeys, 16),
-        "BLOCK_E": min(power_of_two(subkey_dim, 16), 64),
+        # A tile of keys takes the same room for any number of them.
+        "BLOCK_E": min(
+            power_of_two(subkey_dim, 16), max(8192 // power_of_two(num_subkeys), 16), 64
+        ),
         "BLOCK_K": power_of_two(top_k),
         "UNROLL": min(top_k, 4),
     }
@@ -324,19 +327,19 @@ def search_tokens(num_tokens: int, num_subkeys: int, top_k: int) -> int:
 def product_key_topk_forward(
     queries: Tensor, row_keys: Tensor, col_keys: Tensor, top_k: int, cartesian: bool
 ) -> tuple[Tensor, Tensor]:
-    """Slots (int64) and scores (float32), ``[P, H, K]`` each, for queries ``[P, H, E]``."""
+    """Slots (int64) and scores (float32), ``[..., H, K]`` each, for queries ``[..., H, E]``."""
+    shape = (*queries.shape[:-1], top_k)
+    queries = query_rows(queries)
     num_tokens, num_heads, _ = queries.shape
     num_subkeys, subkey_dim = row_keys.shape[1:]
-    shape = (num_tokens, num_heads, top_k)
     slot_idx = torch.empty(shape, dtype=torch.int64, device=queries.device)
     scores = torch.empty(shape, dtype=torch.float32, device=queries.device)
     if not num_tokens:
         return slot_idx, scores
-    queries = rows_together(queries)
     block_t = 1 if cartesian else search_tokens(num_tokens, num_subkeys, top_k)
     launch(
         _product_key_topk_fwd_kernel,
-        (triton.cdiv(num_tokens, block_t), num_heads),
+        (ceil_div(num_tokens, block_t), num_heads),
         (
             queries,
             row_keys.contiguous(),
@@ -362,16 +365,18 @@ def product_key_topk_backward(
     grad_scores: Tensor, slot_idx: Tensor, queries: Tensor, row_keys: Tensor, col_keys: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, row keys and column keys, in the types of those."""
-    num_tokens, num_heads, top_k = slot_idx.shape
-    num_subkeys, subkey_dim = row_keys.shape[1:]
     grad_queries = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    queries = query_rows(queries)
+    num_tokens, num_heads, _ = queries.shape
+    top_k = slot_idx.shape[-1]
+    num_subkeys, subkey_dim = row_keys.shape[1:]
     if not num_tokens:
         return grad_queries, torch.zeros_like(row_keys), torch.zeros_like(col_keys)
     grad_scores = grad_scores.contiguous()
     block_t = 32
     launch(
         _product_key_topk_bwd_kernel,
-        (triton.cdiv(num_tokens, block_t), num_heads),
+        (ceil_div(num_tokens, block_t), num_heads),
         (
             grad_scores,
             slot_idx,
@@ -398,9 +403,9 @@ def key_gradient(
     grad_scores: Tensor, slot_idx: Tensor, queries: Tensor, row_keys: Tensor, col_keys: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of row and column keys, in their types."""
-    num_tokens, num_heads, top_k = slot_idx.shape
+    num_tokens, num_heads, _ = queries.shape
+    top_k = slot_idx.shape[-1]
     num_subkeys, subkey_dim = row_keys.shape[1:]
-    queries = rows_together(queries)
     tiles, blocks = key_tiles(num_subkeys, subkey_dim)
     splits = num_splits(num_tokens, tiles * num_heads, blocks["BLOCK_T"])
     partials = torch.empty((splits, 2, *row_keys.shape), dtype=torch.float32, device=queries.device)
@@ -413,7 +418,7 @@ def key_gradient(
             queries,
             partials,
             num_tokens,
-            triton.cdiv(num_tokens, splits),
+            ceil_div(num_tokens, splits),
             *queries.stride()[:2],
         ),
         {
@@ -432,10 +437,12 @@ def key_tiles(num_subkeys: int, subkey_dim: int) -> tuple[int, dict[str, int]]:
     """Tiles of one head's row and column keys, and the blocks of ``key_gradient_tile``."""
     block_n = min(power_of_two(num_subkeys, 16), 64)
     block_e = min(power_of_two(subkey_dim, 16), 64)
-    tiles = 2 * triton.cdiv(num_subkeys, block_n) * triton.cdiv(subkey_dim, block_e)
+    tiles = 2 * ceil_div(num_subkeys, block_n) * ceil_div(subkey_dim, block_e)
     return tiles, {"BLOCK_T": 64, "BLOCK_N": block_n, "BLOCK_E": block_e}
 
 
-def rows_together(queries: Tensor) -> Tensor:
-    """Queries whose last dimension is contiguous; tokens and heads may be strided."""
+def query_rows(queries: Tensor) -> Tensor:
+    """Queries as ``[T, H, E]`` with contiguous rows; tokens and heads may be strided."""
+    if queries.dim() != 3:
+        queries = queries.reshape(-1, *queries.shape[-2:])
     return queries if queries.stride(-1) == 1 else queries.contiguous()

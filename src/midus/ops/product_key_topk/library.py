@@ -35,7 +35,7 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _fake_forward(
     queries: Tensor, row_keys: Tensor, col_keys: Tensor, top_k: int, cartesian: bool
 ) -> tuple[Tensor, Tensor]:
-    shape = (*queries.shape[:2], top_k)
+    shape = (*queries.shape[:-1], top_k)
     return (
         queries.new_empty(shape, dtype=torch.int64),
         queries.new_empty(shape, dtype=torch.float32),

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from midus.ops.blocks import power_of_two
+from midus.ops.blocks import ceil_div, power_of_two
 from midus.ops.launch import launch
 
 # Neighbouring rows of the table whose gradients one program accumulates in registers.
@@ -154,17 +154,17 @@ def _partial_sum_kernel(
 
 
 def weighted_gather_forward(values: Tensor, slot_idx: Tensor, weights: Tensor) -> Tensor:
-    """Sums ``[P, R]`` in the type of ``values``, for ``[P, K]`` slots and weights."""
-    num_bags, bag_size = slot_idx.shape
-    width = values.shape[1]
-    out = torch.empty((num_bags, width), dtype=values.dtype, device=values.device)
+    """Sums ``[..., R]`` in the type of ``values``, for ``[..., K]`` slots and weights."""
+    bags, bag_size = slot_idx.shape[:-1], slot_idx.shape[-1]
+    num_bags, width = bags.numel(), values.shape[1]
+    out = torch.empty((*bags, width), dtype=values.dtype, device=values.device)
     if not out.numel():
         return out
     block_r = min(power_of_two(width, 16), 256)
     block_p = max(1, 2048 // block_r)
     launch(
         _weighted_gather_fwd_kernel,
-        (triton.cdiv(num_bags, block_p), triton.cdiv(width, block_r)),
+        (ceil_div(num_bags, block_p), ceil_div(width, block_r)),
         (values.contiguous(), slot_idx.contiguous(), weights.contiguous(), out, num_bags),
         {"bag_size": bag_size, "width": width, "BLOCK_P": block_p, "BLOCK_R": block_r},
     )
@@ -172,8 +172,8 @@ def weighted_gather_forward(values: Tensor, slot_idx: Tensor, weights: Tensor) -
 
 
 def weight_gradient(grad_out: Tensor, values: Tensor, slot_idx: Tensor, weights: Tensor) -> Tensor:
-    """Gradient of the weights ``[P, K]``, in their type."""
-    num_bags, bag_size = slot_idx.shape
+    """Gradient of the weights ``[..., K]``, in their type."""
+    num_bags, bag_size = slot_idx.shape[:-1].numel(), slot_idx.shape[-1]
     width = values.shape[1]
     grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
     if not grad_weights.numel():
@@ -182,7 +182,7 @@ def weight_gradient(grad_out: Tensor, values: Tensor, slot_idx: Tensor, weights:
     block_p = 16 // block_k
     launch(
         _weight_gradient_kernel,
-        (triton.cdiv(num_bags, block_p), triton.cdiv(bag_size, block_k)),
+        (ceil_div(num_bags, block_p), ceil_div(bag_size, block_k)),
         (grad_out.contiguous(), values.contiguous(), slot_idx.contiguous(), grad_weights, num_bags),
         {
             "bag_size": bag_size,
@@ -204,12 +204,15 @@ def weighted_gather_backward(
     return grad_values, weight_gradient(grad_out, values, slot_idx, weights)
 
 
-def bucket_type(num_slots: int) -> torch.dtype:
-    """The narrowest type that counts buckets: the fewer bits, the faster they sort."""
-    num_buckets = -(-num_slots // BUCKET)
-    if num_buckets <= 1 << 8:
-        return torch.uint8
-    return torch.int16 if num_buckets <= 1 << 15 else torch.int32
+def sort_entries(slot_idx: Tensor, num_slots: int) -> tuple[Tensor, ...]:
+    """The entries bucket by bucket: the sorted bucket numbers, and where each entry comes from."""
+    num_buckets = ceil_div(num_slots, BUCKET)
+    # The fewer bits, the faster they sort.
+    dtype = torch.int32
+    if num_buckets <= 1 << 15:
+        dtype = torch.uint8 if num_buckets <= 1 << 8 else torch.int16
+    buckets, order = (slot_idx.flatten() // BUCKET).to(dtype).sort(stable=True)
+    return buckets, order
 
 
 def table_gradient(
@@ -218,34 +221,32 @@ def table_gradient(
     weights: Tensor,
     num_slots: int,
     dtype: torch.dtype,
-    buckets: Tensor | None = None,
+    entries: tuple[Tensor, ...] | None = None,
 ) -> Tensor:
     """Gradient of the table ``[N, R]``: entries sorted by bucket of slots, then summed.
 
     Every entry has a fixed place in a fixed order of sums, so the result is reproducible to the
-    bit, and a slot that everybody chose costs no more than any other.
+    bit, and a slot that everybody chose costs little more than any other.
 
     Args:
-        grad_out: ``[P, R]``.
-        slot_idx: ``[P, K]``.
-        weights: ``[P, K]``.
+        grad_out: ``[..., R]``.
+        slot_idx: ``[..., K]``.
+        weights: ``[..., K]``.
         num_slots: Rows of the table.
         dtype: Type of the gradient.
-        buckets: ``slot_idx // BUCKET`` in ``bucket_type``, where the caller has it already.
+        entries: What ``sort_entries`` makes of ``slot_idx``, where the caller has it already.
     """
-    width = grad_out.shape[1]
+    width = grad_out.shape[-1]
     num_entries = slot_idx.numel()
     grad_values = torch.empty((num_slots, width), dtype=dtype, device=grad_out.device)
     if not num_entries or not grad_values.numel():
         return grad_values.zero_()
-    if buckets is None:
-        buckets = (slot_idx // BUCKET).to(bucket_type(num_slots))
-    buckets, order = buckets.flatten().sort(stable=True)
+    buckets, order = entries or sort_entries(slot_idx, num_slots)
     block_r = min(power_of_two(width, 16), 128)
-    tiles = triton.cdiv(width, block_r)
-    program_size = max(triton.cdiv(num_entries, max(_PROGRAMS // tiles, 1)), 64)
-    num_programs = triton.cdiv(num_entries, program_size)
-    num_partials = num_programs + triton.cdiv(num_slots, BUCKET) - 1
+    tiles = ceil_div(width, block_r)
+    program_size = max(ceil_div(num_entries, max(_PROGRAMS // tiles, 1)), 64)
+    num_programs = ceil_div(num_entries, program_size)
+    num_partials = num_programs + ceil_div(num_slots, BUCKET) - 1
     partials = torch.empty(
         (num_partials, BUCKET, width), dtype=torch.float32, device=grad_out.device
     )
@@ -263,7 +264,7 @@ def table_gradient(
             program_size,
         ),
         {
-            "bag_size": slot_idx.shape[1],
+            "bag_size": slot_idx.shape[-1],
             "width": width,
             "BUCKET": BUCKET,
             "BLOCK_M": 128 if grad_out.dtype != torch.float32 else 32,
@@ -274,7 +275,7 @@ def table_gradient(
     block_s = 16 if num_slots <= 1 << 16 else BUCKET
     launch(
         _partial_sum_kernel,
-        (triton.cdiv(num_slots, block_s), tiles),
+        (ceil_div(num_slots, block_s), tiles),
         (buckets, partials, grad_values, num_entries, program_size, num_programs),
         {
             "num_slots": num_slots,

@@ -30,7 +30,7 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("midus::weighted_gather")
 def _fake_forward(values: Tensor, slot_idx: Tensor, weights: Tensor) -> Tensor:
-    return values.new_empty((slot_idx.shape[0], values.shape[1]))
+    return values.new_empty((*slot_idx.shape[:-1], values.shape[1]))
 
 
 @torch.library.register_fake("midus::weighted_gather_backward")
