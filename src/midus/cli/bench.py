@@ -55,8 +55,8 @@ def layer(
     for title, kind in (("forward", "fwd"), ("forward and backward", "fwdbwd")):
         console.print_table(
             f"{title}, median ms",
-            ["tokens", "naive", "compiled", "paper", "ours", "naive / ours",
-             "in a graph: naive", "ours", "naive / ours"],
+            ["tokens", "naive", "compiled", "paper", "ours", "ratio",
+             "graph: naive", "ours", "ratio"],
             [_line(row, kind) for row in rows],
         )  # fmt: skip
     for row in rows:

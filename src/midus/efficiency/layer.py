@@ -56,12 +56,13 @@ def measure_layer(
 def _measure(
     shape: LayerShape, num_tokens: int, dtype: torch.dtype, timer: Timer, bandwidth: float
 ) -> dict[str, Any]:
-    inputs = _random_inputs(shape, num_tokens, dtype, timer.device)
+    inputs = random_inputs(shape, num_tokens, dtype, timer.device)
     out_shape = (num_tokens, shape.num_heads, shape.head_width)
     grad = torch.randn(out_shape, device=timer.device).to(dtype)
     top_k = shape.top_k
     rel_error, is_repeatable = _check(inputs, grad, top_k)
     cache = torch.matmul(inputs[3], inputs[4]).contiguous()  # [H, N, O]
+    torch.compiler.reset()  # or the compiler gives up on its own after a few sizes
     compiled = torch.compile(_naive, dynamic=False)
     moved = num_tokens * shape.num_heads * (shape.head_dim + shape.head_width) * grad.itemsize
     row: dict[str, Any] = {
@@ -95,9 +96,11 @@ def _measure(
     return row
 
 
-def _random_inputs(
+def random_inputs(
     shape: LayerShape, num_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> Inputs:
+    """Queries, keys and values of the scales a layer starts with, the table filled."""
+
     def draw(*size: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(size, device=device) * scale).to(dtype)
 

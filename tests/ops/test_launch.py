@@ -1,0 +1,76 @@
+"""Which compiled kernel a call takes: never one that was made for other arguments."""
+
+import pytest
+import torch
+
+from midus.ops import launch as module
+from midus.ops.launch import launch
+
+
+class Kernel:
+    """Compiles, and remembers what it was launched with."""
+
+    arg_names = ("x", "size", "WIDTH", "FLAG")
+
+    def __init__(self):
+        self.compiled = []
+
+    def __getitem__(self, grid):
+        def compile_and_run(*args, **constants):
+            calls = [(grid, args, constants)]
+            self.compiled.append(calls)
+            return Launched(calls)
+
+        return compile_and_run
+
+
+class Launched:
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __getitem__(self, grid):
+        return lambda *args: self.calls.append((grid, args))
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(module, "_COMPILED", {})
+    return Kernel()
+
+
+def run(kernel, x=None, size=5, width=4, flag=False):
+    x = torch.zeros(8) if x is None else x
+    # Constants out of order: they must reach the kernel in the order of its signature.
+    launch(kernel, (2, 3), (x, size), {"FLAG": flag, "WIDTH": width, "num_warps": 4})
+
+
+def test_the_second_call_takes_the_compiled_kernel_with_constants_in_order(kernel):
+    x = torch.zeros(8)
+    run(kernel, x, 5)
+    run(kernel, x, 6)
+    assert len(kernel.compiled) == 1
+    grid, args = kernel.compiled[0][1]
+    assert grid == (2, 3, 1)
+    assert args[0] is x
+    assert args[1:] == (6, 4, False)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"size": 1},  # Triton makes 1 a constant
+        {"size": 16},  # and uses divisibility
+        {"size": 1 << 31},  # and wider integers
+        {"width": 8},
+        {"flag": True},
+        {"x": torch.zeros(8, dtype=torch.float16)},
+        {"x": torch.zeros(9)[1:]},  # not aligned to 16 bytes
+    ],
+)
+def test_whatever_changes_the_code_is_compiled_anew(kernel, other):
+    run(kernel)
+    run(kernel, **other)
+    assert len(kernel.compiled) == 2
+    run(kernel, **other)
+    assert len(kernel.compiled) == 2
+    assert [len(calls) for calls in kernel.compiled] == [1, 2]
