@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO := runs/demo
 
-.PHONY: demo test test-gpu check unit wheel bench clean
+.PHONY: demo test test-gpu check unit wheel bench bench-gpu clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,9 +32,10 @@ check: $(INSTALLED)
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 -m 'not gpu'
 
-# On a machine with a CUDA device.
+# On a machine with a CUDA device: its own tests, and the kernels' tests on it.
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m 'not gpu' tests/ops tests/memory
 
 # The wheel holds everything: installed on its own, the command works and finds its data.
 wheel: $(INSTALLED)
@@ -50,6 +51,11 @@ wheel: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/upscale_memory.py --json runs/upscale_memory.jsonl
 	$(BIN)/python benchmarks/methods.py --json runs/methods.jsonl
+
+# On a machine with a CUDA device.
+bench-gpu: $(INSTALLED)
+	$(BIN)/python benchmarks/hml_layer.py --json runs/hml_layer.json
+	$(BIN)/python benchmarks/kernel_choices.py --json runs/kernel_choices.json
 
 clean:
 	rm -rf $(VENV) build dist runs

@@ -258,6 +258,9 @@ def test_wrong_choices_are_refused_in_a_sentence(monkeypatch):
         headwise_memory(*layer, 3, backend="cuda")
     with pytest.raises(MidusError, match="choose auto, two_stage or cartesian"):
         headwise_memory(*layer, 3, search="flat")
+    wide = random_layer(SMALL._replace(subkeys=129), device="cpu")
+    with pytest.raises(MidusError, match="use search='two_stage'"):
+        headwise_memory(*wide, 3, backend="triton", search="cartesian")
     with pytest.raises(MidusError, match="float64"):
         headwise_memory(*(t.double() for t in layer), 3, backend="triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

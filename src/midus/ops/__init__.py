@@ -28,9 +28,10 @@ Search = Literal["auto", "two_stage", "cartesian"]
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _KERNEL_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Up to here one program a token and head, over the whole grid, is as fast as two stages over a
-# block of tokens (`ops/product_key_topk/README.md`); the grid must fit into registers.
+# block of tokens (`ops/product_key_topk/README.md`).
 _CARTESIAN_TOKENS = 4
 _CARTESIAN_SUBKEYS = 64
+_MAX_GRID = 128  # the whole grid lies in one program's registers
 
 
 def product_key_topk(
@@ -179,21 +180,22 @@ def headwise_memory_cached(
 
 def _check_keys(queries: Tensor, row_keys: Tensor, col_keys: Tensor, top_k: int) -> None:
     num_heads, width = queries.shape[-2:]
-    _check_shape("row_keys", row_keys, (num_heads, row_keys.shape[1], width // 2))
-    _check_shape("col_keys", col_keys, row_keys.shape)
+    num_subkeys = row_keys.shape[1]
+    _check_shape("row_keys", row_keys, (num_heads, num_subkeys, width // 2))
+    _check_shape("col_keys", col_keys, (num_heads, num_subkeys, width // 2))
     if width % 2:
         raise MidusError(f"queries are {width} wide; product keys need an even width")
-    if not 1 <= top_k <= row_keys.shape[1]:
+    if not 1 <= top_k <= num_subkeys:
         raise MidusError(
-            f"top_k={top_k} is not between 1 and the {row_keys.shape[1]} sub-keys; lower top_k or "
-            "use more sub-keys"
+            f"top_k={top_k} is not between 1 and the {num_subkeys} sub-keys; lower top_k or use "
+            "more sub-keys"
         )
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     # The kernels trust shapes: a wrong one would read memory that is not there.
     if tensor.shape != shape:
-        raise MidusError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+        raise MidusError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
 
 
 def _use_triton(backend: str, *tensors: Tensor) -> bool:
@@ -201,9 +203,11 @@ def _use_triton(backend: str, *tensors: Tensor) -> bool:
         return False
     if backend not in ("auto", "triton"):
         raise MidusError(f"backend={backend!r} is unknown; choose auto, reference or triton")
+    if backend == "auto" and not (_HAS_TRITON and tensors[0].is_cuda):
+        return False
     right_types = all(tensor.dtype in _KERNEL_TYPES for tensor in tensors)
     if backend == "auto":
-        return _HAS_TRITON and right_types and tensors[0].is_cuda
+        return right_types
     if not _HAS_TRITON:
         raise MidusError("backend='triton' needs the package triton; install midus[triton]")
     if not right_types:
@@ -223,12 +227,15 @@ def _use_triton(backend: str, *tensors: Tensor) -> bool:
 def _use_cartesian(search: str, queries: Tensor, row_keys: Tensor, use_triton: bool) -> bool:
     if search not in ("auto", "two_stage", "cartesian"):
         raise MidusError(f"search={search!r} is unknown; choose auto, two_stage or cartesian")
-    if search != "auto":
+    num_subkeys = row_keys.shape[1]
+    if search == "cartesian" and use_triton and num_subkeys > _MAX_GRID:
+        raise MidusError(
+            f"search='cartesian' got {num_subkeys} sub-keys, and kernels hold a grid of at most "
+            f"{_MAX_GRID} a side; use search='two_stage'"
+        )
+    if search != "auto" or not use_triton or num_subkeys > _CARTESIAN_SUBKEYS:
         return search == "cartesian"
-    num_tokens = queries.shape[:-2].numel()
-    return (
-        use_triton and num_tokens <= _CARTESIAN_TOKENS and row_keys.shape[1] <= _CARTESIAN_SUBKEYS
-    )
+    return queries.shape[:-2].numel() <= _CARTESIAN_TOKENS
 
 
 def _one_type(latent_values: Tensor, value_proj: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,6 +243,8 @@ def _one_type(latent_values: Tensor, value_proj: Tensor) -> tuple[Tensor, Tensor
     if torch.is_autocast_enabled(device) and latent_values.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
     else:
+        if latent_values.dtype == value_proj.dtype:
+            return latent_values, value_proj
         dtype = torch.promote_types(latent_values.dtype, value_proj.dtype)
     return latent_values.to(dtype), value_proj.to(dtype)
 

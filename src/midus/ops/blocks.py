@@ -5,7 +5,7 @@ _PROGRAMS = 512
 
 
 def ceil_div(a: int, b: int) -> int:
-    """``a / b``, rounded up. Not ``triton.cdiv``, which takes 40 us outside a kernel."""
+    """``a / b``, rounded up; ``triton.cdiv`` is slower outside of kernels."""
     return -(-a // b)
 
 

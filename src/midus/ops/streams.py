@@ -2,40 +2,40 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 
-def start_beside(
-    function: Callable[..., tuple[Tensor, ...]], tensor: Tensor, *args: Any
-) -> Callable[[], tuple[Tensor, ...]]:
-    """Starts ``function(tensor, *args)`` on a side stream of the tensor's device.
+
+class Beside:
+    """A side stream of one device; on a CPU everything simply runs in order.
 
     Args:
-        function: Launches work and returns fresh tensors.
-        tensor: Its first argument, ready on the current stream; keep it until the result is here.
-        *args: Further arguments.
-
-    Returns:
-        A call that lets the current stream wait for the work and gives its tensors.
+        device: Where the work is.
     """
-    if not tensor.is_cuda:
-        result = function(tensor, *args)
-        return lambda: result
-    main, side = torch.cuda.current_stream(tensor.device), _side_stream(tensor.device)
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        result = function(tensor, *args)
 
-    def wait() -> tuple[Tensor, ...]:
-        main.wait_stream(side)
-        for made in result:
-            made.record_stream(main)  # made on the side, freed on the main stream
-        return result
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        if self._is_cuda:
+            self._main, self._side = torch.cuda.current_stream(device), _side_stream(device)
 
-    return wait
+    def run(self, function: Callable[..., T], *args: object) -> T:
+        """``function(*args)`` on the side stream, after all that the main stream has so far."""
+        if not self._is_cuda:
+            return function(*args)
+        self._side.wait_stream(self._main)
+        with torch.cuda.stream(self._side):
+            return function(*args)
+
+    def join(self, *results: Tensor) -> None:
+        """Lets the main stream wait for the side; tensors it goes on with are named here."""
+        if self._is_cuda:
+            self._main.wait_stream(self._side)
+            for tensor in results:
+                tensor.record_stream(self._main)  # made on the side, freed on the main stream
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from midus.ops.product_key_topk.kernels import (
     search_blocks,
     search_tokens,
 )
-from midus.ops.streams import start_beside
+from midus.ops.streams import Beside
 from midus.ops.weighted_gather.kernels import sort_entries, table_gradient
 
 
@@ -402,8 +402,10 @@ def headwise_memory_backward(
     if not num_tokens:
         rest = (row_keys, col_keys, latent_values, value_proj)
         return grad_queries, *(torch.zeros_like(tensor) for tensor in rest)  # type: ignore[return-value]  # four of them
-    # Sorting is many short kernels; beside the long one that follows they cost next to nothing.
-    sorted_entries = start_beside(sort_entries, slot_idx, num_slots)
+    # The table's gradient is many short kernels, beside the others it costs little: the sort runs
+    # while the next kernel does, the sums while those of the other parameters do.
+    beside = Beside(slot_idx.device)
+    entries = beside.run(sort_entries, slot_idx, num_slots)
     grad_out = grad_out.contiguous()
     grad_scores = torch.empty_like(weights)
     latent = grad_out.new_empty((*grad_out.shape[:-1], latent_dim))
@@ -439,17 +441,13 @@ def headwise_memory_backward(
             **blocks,
         },
     )
+    grad_values = beside.run(
+        table_gradient, grad_latent, slot_idx, weights, num_slots, latent_values.dtype, entries
+    )
     grad_row, grad_col, grad_proj = _parameter_gradients(
         latent, grad_out, grad_scores, slot_idx, queries, row_keys, col_keys, value_proj
     )
-    grad_values = table_gradient(
-        grad_latent,
-        slot_idx,
-        weights,
-        num_slots,
-        latent_values.dtype,
-        sorted_entries(),
-    )
+    beside.join(grad_values)
     return grad_queries, grad_row, grad_col, grad_values, grad_proj
 
 
