@@ -95,6 +95,63 @@ def test_changed_weights_are_noticed(layer, attended, change):
     assert relative_error(again, after) < 1e-5
 
 
+def test_replaced_memory_at_the_same_address_is_noticed(layer, attended):
+    # The cache holds on to the memory it was made from, so no other tensor can lie there.
+    for _ in range(20):
+        layer.values.build_cache()
+        layer.values.latent_values.data = layer.values.latent_values.data * -1.1
+        assert layer.values.fresh_cache() is None
+
+
+def test_building_again_sees_what_was_written_through_data(layer, attended):
+    with torch.no_grad():
+        layer.values.build_cache()
+        layer.values.latent_values.data.mul_(2)
+        layer.values.build_cache()
+        cached = layer(attended)
+        layer.values.drop_cache()
+        assert relative_error(cached, layer(attended)) < 1e-5
+
+
+def test_a_compiled_layer_sees_a_loaded_state(layer, attended):
+    compiled = torch.compile(layer, backend="eager")
+    with torch.no_grad():
+        layer.values.build_cache()
+        compiled(attended)
+        load_others(layer)
+        assert relative_error(compiled(attended), layer(attended)) < 1e-5
+
+
+@pytest.mark.parametrize("built_inside", [False, True])
+def test_autocast_neither_makes_nor_reads_it_in_its_own_type(layer, attended, built_inside):
+    with torch.no_grad():
+        plain = layer(attended)
+        with torch.autocast("cpu", torch.bfloat16, enabled=built_inside):
+            layer.values.build_cache()
+        assert layer.values.value_cache.dtype == torch.float32
+        assert relative_error(layer(attended), plain) < 1e-5
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(attended).dtype == torch.bfloat16
+
+
+def test_borrowed_weights_do_not_meet_it(layer, attended):
+    with torch.no_grad():
+        layer.values.build_cache()
+        doubled = {name: 2 * p for name, p in layer.named_parameters()}
+        called = torch.func.functional_call(layer, doubled, (attended,))
+        assert layer.values.value_cache is not None
+        load = copy.deepcopy(layer)
+        load.load_state_dict(doubled)
+        assert torch.equal(called, load(attended))
+
+
+def test_weights_without_a_count_of_writes_have_none():
+    with torch.inference_mode():
+        layer = HeadwiseMemory(MemoryConfig(num_subkeys=8), 32, 4, 32).eval()
+    layer.values.build_cache()
+    assert layer.values.value_cache is None
+
+
 def test_a_move_drops_it(layer):
     layer.values.build_cache()
     layer.double()

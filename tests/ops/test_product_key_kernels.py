@@ -12,6 +12,7 @@ SHAPES = [
     Shape(5, 3, 10, 8, 3, 1, 1),
     Shape(70, 9, 64, 16, 4, 1, 1),
     Shape(20, 2, 150, 40, 7, 1, 1),
+    Shape(300, 1, 8, 8, 2, 1, 1),  # more than one split of the tokens
 ]
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -64,8 +64,9 @@ def test_bfloat16_inputs_pick_the_slots_float32_arithmetic_picks(autocast):
     assert torch.equal(scores, wide[1])
 
 
-def test_float64_stays_float64():
-    inputs = random_inputs(dtype=torch.float64)
+@pytest.mark.parametrize("wide", [{0, 1, 2}, {0}, {1}, {2}])
+def test_float64_stays_float64(wide):
+    inputs = [t.double() if i in wide else t for i, t in enumerate(random_inputs())]
     assert product_key_topk(*inputs, 2)[1].dtype == torch.float64
 
 

@@ -50,3 +50,10 @@ def test_bfloat16_tables_are_summed_in_the_type_of_the_weights():
     assert out.dtype == torch.bfloat16
     exact = one_by_one(values.bfloat16().float(), slot_idx, weights)
     assert torch.equal(out, exact.bfloat16())
+
+
+def test_float64_tables_are_summed_in_float64():
+    values, slot_idx, weights = random_inputs()
+    values = values.double() / 3
+    out = weighted_gather(values, slot_idx, weights)
+    assert torch.equal(out, weighted_gather(values, slot_idx, weights.double()))

@@ -7,6 +7,7 @@ from triton_on_cpu import DEVICE, HAS_CUDA
 
 from midus.ops import weighted_gather
 from midus.ops.weighted_gather import reference
+from midus.ops.weighted_gather.kernels import sort_entries, table_gradient
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -64,6 +65,51 @@ def test_rows_nobody_chose_have_no_gradient(seed):
     slot_idx = slot_idx % 2 * 299  # the first row and the last, buckets apart
     grad, _ = check(values, slot_idx, weights, grad_out, ERROR[torch.float32])
     assert not grad[1:299].any()
+
+
+@pytest.mark.parametrize("num_slots", [64 * 256, 64 * 256 + 1, 64 * 2**15, 64 * 2**15 + 1])
+def test_buckets_keep_their_order_in_any_width(num_slots):
+    slot_idx = torch.tensor([[num_slots - 1, 0], [num_slots // 2, num_slots - 1]], device=DEVICE)
+    buckets, order = sort_entries(slot_idx, num_slots)
+    assert buckets.tolist() == sorted((slot_idx.flatten() // 64).tolist())
+    assert order.tolist() == [1, 2, 0, 3]
+
+
+def test_small_weights_of_float16_rows_are_kept(seed):
+    values, slot_idx, weights, grad_out = random_inputs(100, 4, 64, 16, torch.float16, seed)
+    weights, grad_out = weights * 1e-6, grad_out * 1e3
+    grad = table_gradient(grad_out, slot_idx, weights, 64, torch.float32)
+    wide = values.double().requires_grad_()
+    reference.weighted_gather(wide, slot_idx, weights.double()).backward(grad_out.double())
+    assert error(grad, wide.grad) < ERROR[torch.float16]
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_frozen_inputs_get_no_gradient(frozen):
+    values, slot_idx, weights, grad_out = random_inputs(7, 3, 10, 5)
+    leaves = [values.requires_grad_(frozen != 0), weights.requires_grad_(frozen != 1)]
+    weighted_gather(leaves[0], slot_idx, leaves[1], backend="triton").backward(grad_out)
+    assert leaves[frozen].grad is None
+    assert leaves[1 - frozen].grad.any()
+
+
+def test_slots_outside_the_table_read_nan_and_write_nowhere():
+    values, slot_idx, weights, grad_out = random_inputs(7, 3, 10, 5)
+    slot_idx[2, 1], slot_idx[4, 0] = 10, -1
+    leaf = values.requires_grad_()
+    out = weighted_gather(leaf, slot_idx, weights, backend="triton")
+    assert out.isnan().all(dim=-1).nonzero().flatten().tolist() == [2, 4]
+    out.backward(grad_out)
+    assert leaf.grad.isfinite().all()
+
+
+def test_second_derivatives_are_refused():
+    values, slot_idx, weights, _ = random_inputs(7, 3, 10, 5)
+    leaves = [values.requires_grad_(), weights.requires_grad_()]
+    out = weighted_gather(leaves[0], slot_idx, leaves[1], backend="triton").square().sum()
+    (grad,) = torch.autograd.grad(out, leaves[1], create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        grad.sum().backward()
 
 
 def test_table_gradient_is_the_same_to_the_bit():

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from midus.efficiency.timing import Timer, forward_backward
+from midus.errors import MidusError
 from midus.ops import headwise_memory, headwise_memory_cached
 
 # Tokens up to which the recipe searches the whole grid: what decoding in small batches has.
@@ -133,7 +134,9 @@ def _check(inputs: Inputs, grad: Tensor, top_k: int) -> tuple[float, bool]:
     errors = [_error(a, b) for a, b in zip((out, *first), (expected, *exact()), strict=True)]
     worst = max(errors)
     if not worst <= MAX_ERROR:
-        raise RuntimeError(f"the kernels are off by {worst:.1e} of float32; nothing is timed")
+        raise MidusError(
+            f"the kernels are off by {worst:.1e} of float32; nothing is timed, please report it"
+        )
     return worst, all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

@@ -12,9 +12,6 @@ from torch import Tensor, nn
 from midus.memory.module import MemoryModule
 from midus.ops import weighted_gather
 
-# What the cache was made from: where both tensors lie and how often they were written.
-_Stamp = tuple[tuple[int, int], ...]
-
 
 class HiveValues(MemoryModule):
     """Turns retrieved slots into one vector per head.
@@ -24,8 +21,8 @@ class HiveValues(MemoryModule):
 
     For inference the projected tables of all heads can be kept (paper, Appendix "Head-wise Value
     Caching"): ``build_cache`` makes them. They are no parameter and no buffer, so they are never
-    saved, and they are dropped by ``train()``, by a move to another device or type, and as soon as
-    a weight they were made from has changed.
+    saved, and they are dropped by ``train()``, by loading a state, by a move to another device or
+    type, and as soon as a weight they were made from has changed in a way PyTorch counts.
 
     Args:
         num_slots: Addressable slots per head, ``num_subkeys ** 2`` (paper: N).
@@ -49,7 +46,9 @@ class HiveValues(MemoryModule):
         self.latent_values = nn.Parameter(torch.empty(num_slots, latent_dim))
         self.value_proj = nn.Parameter(torch.empty(num_heads, latent_dim, head_width))
         self.value_cache: Tensor | None = None
-        self._cache_stamp: _Stamp = ()
+        # What it was made from: weight, its memory (held, so that the address stays its own), and
+        # how often it had been written.
+        self._cache_source: tuple[tuple[Tensor, Tensor, int], ...] = ()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -66,28 +65,42 @@ class HiveValues(MemoryModule):
         return torch.einsum("...hr,hro->...ho", latent, self.value_proj)  # [B, T, H, O]
 
     def build_cache(self) -> None:
-        """Projects the whole table for every head, ``[H, N, O]``, unless that is done already."""
-        if self.fresh_cache() is None:
-            with torch.no_grad():
-                self.value_cache = torch.matmul(self.latent_values, self.value_proj).contiguous()
-            self._cache_stamp = self._stamp()
+        """Projects the whole table for every head, ``[H, N, O]``, into the weights' own type.
+
+        Nothing is built where changes of the weights could not be seen: from inference tensors,
+        and from weights that are elsewhere (offloaded, sharded).
+        """
+        weights = (self.latent_values, self.value_proj)
+        if any(w.is_inference() or w.is_meta or not w.numel() or _is_sharded(w) for w in weights):
+            self.drop_cache()
+            return
+        table, projections = (weight.detach() for weight in weights)
+        with torch.no_grad(), torch.autocast(table.device.type, enabled=False):
+            if self.value_cache is None:
+                self.value_cache = torch.matmul(table, projections)  # [H, N, O]
+            else:  # where compiled code and CUDA graphs know it
+                self.value_cache.copy_(torch.matmul(table, projections))
+        self._cache_source = tuple((w, w.detach(), w._version) for w in weights)
 
     def drop_cache(self) -> None:
         """Frees the projected tables."""
-        self.value_cache, self._cache_stamp = None, ()
+        self.value_cache, self._cache_source = None, ()
 
     def fresh_cache(self) -> Tensor | None:
         """The projected tables, if there are any and they are still right."""
         # A compiler sees one state of the weights; whoever compiles builds the cache before.
-        if torch.compiler.is_compiling() or self.value_cache is None:
+        if self.value_cache is None or torch.compiler.is_compiling():
             return self.value_cache
-        if self._cache_stamp != self._stamp():
-            self.drop_cache()
-        return self.value_cache
-
-    def _stamp(self) -> _Stamp:
         weights = (self.latent_values, self.value_proj)
-        return tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights)
+        if any(
+            w is not known for w, (known, _, _) in zip(weights, self._cache_source, strict=True)
+        ):
+            return None  # borrowed weights, as functional_call has them
+        for weight, memory, version in self._cache_source:
+            if weight._version != version or weight.data_ptr() != memory.data_ptr():
+                self.drop_cache()
+                break
+        return self.value_cache
 
     def train(self, mode: bool = True) -> "HiveValues":
         if mode:
@@ -98,9 +111,17 @@ class HiveValues(MemoryModule):
         self.drop_cache()
         return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.drop_cache()
+        super()._load_from_state_dict(*args, **kwargs)
+
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles of the module start without one.
-        return {**self.__dict__, "value_cache": None, "_cache_stamp": ()}
+        return {**self.__dict__, "value_cache": None, "_cache_source": ()}
+
+
+def _is_sharded(weight: Tensor) -> bool:
+    return hasattr(weight, "device_mesh")  # a DTensor
 
 
 class SharedValues(MemoryModule):

@@ -59,7 +59,10 @@ class HeadwiseMemory(MemoryLayer):
     def _hive(self, queries: Tensor, values: HiveValues) -> Tensor:
         """``values(*keys(queries))`` as one operation, from the cache where there is one."""
         keys = self.keys
-        cache = None if torch.is_grad_enabled() else values.fresh_cache()
+        cache = None
+        # The cache has no gradient, and autocast would have projected in another type.
+        if not torch.is_grad_enabled() and not torch.is_autocast_enabled(queries.device.type):
+            cache = values.fresh_cache()
         if cache is not None:
             return headwise_memory_cached(queries, keys.row_keys, keys.col_keys, cache, keys.top_k)
         return headwise_memory(

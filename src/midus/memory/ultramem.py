@@ -102,17 +102,16 @@ class ExpandedValues(MemoryModule):
         num_rows, width = self.values.shape
         virtual = F.embedding(slot_idx.flatten(-2), self.permutation.unsqueeze(-1)).squeeze(-1)
         rows, groups = virtual % num_rows, virtual // num_rows  # [B, T, P], P = H * K
-        # One bag for every virtual table and core: the core's slice of each row that the table
-        # owns, weighted by the core's score; rows of other tables weigh nothing.
-        core = torch.arange(NUM_CORES, device=rows.device)
-        slices = rows.unsqueeze(-2) * NUM_CORES + core.unsqueeze(-1)  # [B, T, C, P]
-        member = groups.unsqueeze(-2) == torch.arange(EXPANSION, device=rows.device).unsqueeze(-1)
-        weights = scores.flatten(-3, -2).transpose(-1, -2).unsqueeze(-3) * member.unsqueeze(-2)
-        expanded = weighted_gather(
+        # Each entry's row, its slice for each core weighted by that core's score; then the entries
+        # of each virtual table are added up.
+        slices = rows.unsqueeze(-1) * NUM_CORES + torch.arange(NUM_CORES, device=rows.device)
+        weighted = weighted_gather(
             self.values.view(num_rows * NUM_CORES, width // NUM_CORES),
-            slices.unsqueeze(-3).expand_as(weights),
-            weights,
-        )  # [B, T, E, C, W / C]
+            slices.unsqueeze(-1),
+            scores.flatten(-3, -2).unsqueeze(-1),
+        )  # [B, T, P, C, W / C]
+        member = F.one_hot(groups, EXPANSION).to(weighted.dtype)  # [B, T, P, E]
+        expanded = torch.einsum("...pe,...pcw->...ecw", member, weighted)
         return F.linear(expanded.flatten(-3), self.value_proj)  # [B, T, D]
 
 

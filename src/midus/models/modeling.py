@@ -6,6 +6,7 @@ generation run unchanged.
 
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -30,11 +31,11 @@ class MidusPreTrainedMixin(CheckpointMixin):
         """Projects every HIVE table for each head, for inference; see `memory/hive.py`.
 
         The caches take ``num_heads * num_slots * head_width`` numbers a block and are dropped by
-        ``train()`` and by a change of the weights.
+        ``train()`` and by a change of the weights. Called again, it makes them anew, for changes
+        that PyTorch does not count (those through ``.data``).
         """
         for values in self._hive_values():
-            if not values.latent_values.is_meta:  # offloaded weights come and go
-                values.build_cache()
+            values.build_cache()
 
     def drop_value_cache(self) -> None:
         """Frees what ``build_value_cache`` made."""
@@ -87,10 +88,31 @@ class MidusForCausalLMMixin(MidusPreTrainedMixin):
         self.post_init()  # type: ignore[attr-defined]  # PreTrainedModel's
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``GenerationMixin.generate``; on a CUDA device the value caches are built first."""
-        if not self.training and self.device.type == "cuda":  # type: ignore[attr-defined]
-            self.build_value_cache()
-        return super().generate(*args, **kwargs)  # type: ignore[misc]  # GenerationMixin's
+        """As ``GenerationMixin.generate``; on a CUDA device with value caches while it lasts."""
+        generate = super().generate  # type: ignore[misc]  # GenerationMixin's
+        is_cached = any(values.value_cache is not None for values in self._hive_values())
+        is_training = self.training  # type: ignore[attr-defined]  # nn.Module's
+        if is_training or not (is_cached or self._caches_fit()):
+            return generate(*args, **kwargs)
+        self.build_value_cache()
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            if not is_cached:
+                self.drop_value_cache()
+
+    def _caches_fit(self) -> bool:
+        """Whether value caches would take less than half of what a CUDA device has free."""
+        device = self.device  # type: ignore[attr-defined]
+        if device.type != "cuda":
+            return False
+        sizes = [
+            values.latent_values.shape[0]
+            * values.value_proj[:, 0].numel()
+            * values.value_proj.itemsize
+            for values in self._hive_values()
+        ]
+        return sum(sizes) < torch.cuda.mem_get_info(device)[0] / 2
 
 
 def _make_model_classes(family: Family) -> tuple[Any, Any]:

@@ -2,9 +2,11 @@
 
 Every op has a plain PyTorch reference, and those that cost most have Triton kernels too. Which one
 runs is decided here and nowhere else: `backend="auto"` takes the kernels for CUDA tensors of
-16 or 32 bits where Triton is installed, and the reference for everything else.
+16 or 32 bits (Ampere and later, NVIDIA) where Triton is installed, and the reference for
+everything else.
 """
 
+import functools
 import importlib.util
 import os
 from typing import Literal
@@ -31,7 +33,10 @@ _KERNEL_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 # block of tokens (`ops/product_key_topk/README.md`).
 _CARTESIAN_TOKENS = 4
 _CARTESIAN_SUBKEYS = 64
-_MAX_GRID = 128  # the whole grid lies in one program's registers
+# What one program's registers hold: a side of the whole grid, the scores and pairs of two stages.
+_MAX_GRID = 128
+_MAX_SUBKEYS = 512
+_MAX_TOP_K = 32
 
 
 def product_key_topk(
@@ -60,7 +65,9 @@ def product_key_topk(
         Flat slot numbers ``row * n + col`` and their scores, both ``[..., H, K]``, best first.
     """
     _check_keys(queries, row_keys, col_keys, top_k)
-    use_triton = _use_triton(backend, queries, row_keys, col_keys)
+    use_triton = _use_triton(backend, queries, row_keys, col_keys) and _fits_kernels(
+        backend, row_keys.shape[1], top_k
+    )
     cartesian = _use_cartesian(search, queries, row_keys, use_triton)
     if not use_triton:
         return _product_key_topk.product_key_topk(queries, row_keys, col_keys, top_k, cartesian)
@@ -125,11 +132,14 @@ def headwise_memory(
     """
     _check_keys(queries, row_keys, col_keys, top_k)
     num_heads, num_subkeys, _ = row_keys.shape
+    if value_proj.dim() != 3 or value_proj.shape[0] != num_heads:
+        raise MidusError(
+            f"value_proj has shape {tuple(value_proj.shape)}, expected [{num_heads}, R, O]"
+        )
     _check_shape("latent_values", latent_values, (num_subkeys**2, value_proj.shape[1]))
-    _check_shape("value_proj", value_proj, (num_heads, *value_proj.shape[1:]))
     latent_values, value_proj = _one_type(latent_values, value_proj)
     inputs = (queries, row_keys, col_keys, latent_values, value_proj)
-    use_triton = _use_triton(backend, *inputs)
+    use_triton = _use_triton(backend, *inputs) and _fits_kernels(backend, row_keys.shape[1], top_k)
     cartesian = _use_cartesian(search, queries, row_keys, use_triton)
     if not use_triton:
         return _headwise_memory.headwise_memory(*inputs, top_k, cartesian)
@@ -168,8 +178,10 @@ def headwise_memory_cached(
     """
     _check_keys(queries, row_keys, col_keys, top_k)
     num_heads, num_subkeys, _ = row_keys.shape
-    _check_shape("value_cache", value_cache, (num_heads, num_subkeys**2, value_cache.shape[2]))
-    use_triton = _use_triton(backend, queries, row_keys, col_keys, value_cache)
+    _check_shape("value_cache", value_cache, (num_heads, num_subkeys**2, value_cache.shape[-1]))
+    use_triton = _use_triton(backend, queries, row_keys, col_keys, value_cache) and _fits_kernels(
+        backend, row_keys.shape[1], top_k
+    )
     cartesian = _use_cartesian(search, queries, row_keys, use_triton)
     inputs = (row_keys, col_keys, value_cache, top_k, cartesian)
     if not use_triton:
@@ -179,6 +191,11 @@ def headwise_memory_cached(
 
 
 def _check_keys(queries: Tensor, row_keys: Tensor, col_keys: Tensor, top_k: int) -> None:
+    if queries.dim() < 2 or row_keys.dim() != 3:
+        raise MidusError(
+            f"queries have shape {tuple(queries.shape)} and row_keys {tuple(row_keys.shape)}; "
+            "expected [..., H, E] and [H, n, E/2]"
+        )
     num_heads, width = queries.shape[-2:]
     num_subkeys = row_keys.shape[1]
     _check_shape("row_keys", row_keys, (num_heads, num_subkeys, width // 2))
@@ -203,11 +220,9 @@ def _use_triton(backend: str, *tensors: Tensor) -> bool:
         return False
     if backend not in ("auto", "triton"):
         raise MidusError(f"backend={backend!r} is unknown; choose auto, reference or triton")
-    if backend == "auto" and not (_HAS_TRITON and tensors[0].is_cuda):
-        return False
     right_types = all(tensor.dtype in _KERNEL_TYPES for tensor in tensors)
     if backend == "auto":
-        return right_types
+        return _HAS_TRITON and right_types and tensors[0].is_cuda and _suits(tensors[0].device)
     if not _HAS_TRITON:
         raise MidusError("backend='triton' needs the package triton; install midus[triton]")
     if not right_types:
@@ -222,6 +237,30 @@ def _use_triton(backend: str, *tensors: Tensor) -> bool:
             "use backend='auto'"
         )
     return True
+
+
+def _suits(device: torch.device) -> bool:
+    """Whether kernels are for this device and this call: not before Ampere, not in torch.func."""
+    if torch.compiler.is_compiling():
+        return True
+    return _is_recent(device) and not torch._C._are_functorch_transforms_active()
+
+
+@functools.cache
+def _is_recent(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _fits_kernels(backend: str, num_subkeys: int, top_k: int) -> bool:
+    """Whether one program's registers hold a search of this size."""
+    if num_subkeys <= _MAX_SUBKEYS and top_k <= _MAX_TOP_K:
+        return True
+    if backend == "triton":
+        raise MidusError(
+            f"backend='triton' got {num_subkeys} sub-keys and top_k={top_k}; the kernels search up "
+            f"to {_MAX_SUBKEYS} for up to {_MAX_TOP_K}, use backend='reference'"
+        )
+    return False
 
 
 def _use_cartesian(search: str, queries: Tensor, row_keys: Tensor, use_triton: bool) -> bool:

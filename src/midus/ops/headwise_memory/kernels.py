@@ -390,8 +390,14 @@ def headwise_memory_backward(
     value_proj: Tensor,
     slot_idx: Tensor,
     weights: Tensor,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries, row keys, column keys, latent values and projections."""
+    """Gradients of queries, row keys, column keys, latent values and projections.
+
+    ``needs`` says which of the five are wanted; the sums for parameters that are not wanted are
+    left out, and their gradients are empty.
+    """
+    needs_table, needs_rest = needs[3], needs[1] or needs[2] or needs[4]
     grad_queries = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     queries = query_rows(queries)
     num_tokens, num_heads, _ = queries.shape
@@ -400,12 +406,17 @@ def headwise_memory_backward(
     num_slots, latent_dim = latent_values.shape
     head_width = value_proj.shape[2]
     if not num_tokens:
-        rest = (row_keys, col_keys, latent_values, value_proj)
-        return grad_queries, *(torch.zeros_like(tensor) for tensor in rest)  # type: ignore[return-value]  # four of them
+        return (
+            grad_queries,
+            _zeros(row_keys, needs_rest),
+            _zeros(col_keys, needs_rest),
+            _zeros(latent_values, needs_table),
+            _zeros(value_proj, needs_rest),
+        )
     # The table's gradient is many short kernels, beside the others it costs little: the sort runs
     # while the next kernel does, the sums while those of the other parameters do.
     beside = Beside(slot_idx.device)
-    entries = beside.run(sort_entries, slot_idx, num_slots)
+    entries = beside.run(sort_entries, slot_idx, num_slots) if needs_table else None
     grad_out = grad_out.contiguous()
     grad_scores = torch.empty_like(weights)
     latent = grad_out.new_empty((*grad_out.shape[:-1], latent_dim))
@@ -441,14 +452,22 @@ def headwise_memory_backward(
             **blocks,
         },
     )
-    grad_values = beside.run(
-        table_gradient, grad_latent, slot_idx, weights, num_slots, latent_values.dtype, entries
-    )
-    grad_row, grad_col, grad_proj = _parameter_gradients(
-        latent, grad_out, grad_scores, slot_idx, queries, row_keys, col_keys, value_proj
-    )
+    grad_values = latent_values.new_empty(0)
+    if needs_table:
+        grad_values = beside.run(
+            table_gradient, grad_latent, slot_idx, weights, num_slots, latent_values.dtype, entries
+        )
+    rest = (row_keys.new_empty(0), col_keys.new_empty(0), value_proj.new_empty(0))
+    if needs_rest:
+        rest = _parameter_gradients(
+            latent, grad_out, grad_scores, slot_idx, queries, row_keys, col_keys, value_proj
+        )
     beside.join(grad_values)
-    return grad_queries, grad_row, grad_col, grad_values, grad_proj
+    return grad_queries, *rest[:2], grad_values, rest[2]
+
+
+def _zeros(tensor: Tensor, is_needed: bool) -> Tensor:
+    return torch.zeros_like(tensor) if is_needed else tensor.new_empty(0)
 
 
 def _parameter_gradients(

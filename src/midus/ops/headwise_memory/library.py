@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from midus.ops.gradients import refuse_gradient
+
 _INPUTS = (
     "Tensor queries, Tensor row_keys, Tensor col_keys, Tensor latent_values, Tensor value_proj"
 )
@@ -15,7 +17,7 @@ torch.library.define(
 )
 torch.library.define(
     "midus::headwise_memory_backward",
-    f"(Tensor grad_out, {_INPUTS}, Tensor slot_idx, Tensor weights)"
+    f"(Tensor grad_out, {_INPUTS}, Tensor slot_idx, Tensor weights, bool[] needs)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
@@ -68,8 +70,14 @@ def _fake_forward(
 
 
 @torch.library.register_fake("midus::headwise_memory_backward")
-def _fake_backward(grad_out: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(tensor.new_empty(tensor.shape) for tensor in tensors[:5])
+def _fake_backward(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    needs = args[-1]
+    is_made = (True, *[needs[1] or needs[2] or needs[4]] * 2, needs[3])
+    is_made = (*is_made, is_made[1])
+    return tuple(
+        tensor.new_empty(tensor.shape if made else 0)
+        for tensor, made in zip(args[:5], is_made, strict=True)
+    )
 
 
 @torch.library.register_fake("midus::headwise_memory_cached")
@@ -94,13 +102,20 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _gradients(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad_out is None:
         return (None,) * 8
-    grads = torch.ops.midus.headwise_memory_backward(grad_out, *ctx.saved_tensors)
-    return (*grads, None, None, None)
+    needs = ctx.needs_input_grad[:5]
+    grads = torch.ops.midus.headwise_memory_backward(grad_out, *ctx.saved_tensors, needs)
+    return (*_wanted(grads, needs), None, None, None)
+
+
+def _wanted(grads: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
 
 
 torch.library.register_autograd(
     "midus::headwise_memory", _gradients, setup_context=_save_for_backward
 )
+refuse_gradient("midus::headwise_memory_backward", "second derivative")
+refuse_gradient("midus::headwise_memory_cached", "gradient")
 
 
 class HeadwiseMemory(torch.autograd.Function):
@@ -115,5 +130,6 @@ class HeadwiseMemory(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        found = torch.ops.midus.headwise_memory_backward(*grads, *ctx.saved_tensors)
-        return (*found, None, None)
+        needs = ctx.needs_input_grad[:5]
+        found = torch.ops.midus.headwise_memory_backward(*grads, *ctx.saved_tensors, needs)
+        return (*_wanted(found, needs), None, None)

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from midus.ops.gradients import refuse_gradient
+
 _INPUTS = "Tensor queries, Tensor row_keys, Tensor col_keys"
 
 torch.library.define(
@@ -63,3 +65,4 @@ def _gradients(ctx: Any, _: None, grad_scores: Tensor | None) -> tuple[Any, ...]
 torch.library.register_autograd(
     "midus::product_key_topk", _gradients, setup_context=_save_for_backward
 )
+refuse_gradient("midus::product_key_topk_backward", "second derivative")

@@ -31,8 +31,9 @@ def product_key_topk(
 
 def _subkey_scores(queries: Tensor, row_keys: Tensor, col_keys: Tensor) -> tuple[Tensor, Tensor]:
     """In float32 or wider, whatever the inputs' types and whatever autocast says."""
-    dtype = torch.promote_types(queries.dtype, torch.float32)
-    dtype = torch.promote_types(dtype, row_keys.dtype)
+    dtype = torch.float32
+    for tensor in (queries, row_keys, col_keys):
+        dtype = torch.promote_types(dtype, tensor.dtype)
     with torch.autocast(queries.device.type, enabled=False):
         row_queries, col_queries = queries.to(dtype).chunk(2, dim=-1)
         row_scores = torch.einsum("...he,hne->...hn", row_queries, row_keys.to(dtype))

@@ -23,7 +23,8 @@ _PROGRAMS = 264
 @triton.jit(do_not_specialize=["num_bags"])
 def _weighted_gather_fwd_kernel(
     values, slot_idx, weights, out, num_bags,
-    bag_size: tl.constexpr, width: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
+    num_slots: tl.constexpr, bag_size: tl.constexpr, width: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """``out[p] = sum_k weights[p, k] * values[slot_idx[p, k]]``."""
     bag = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -34,7 +35,13 @@ def _weighted_gather_fwd_kernel(
     for k in range(bag_size):
         slot = tl.load(slot_idx + bag * bag_size + k, mask=mask, other=0).to(tl.int64)
         weight = tl.load(weights + bag * bag_size + k, mask=mask, other=0.0).to(tl.float32)
-        rows = tl.load(values + slot[:, None] * width + r[None, :], mask=real, other=0.0)
+        # A slot that is not there reads NaN instead of someone else's memory.
+        exists = (slot >= 0) & (slot < num_slots)
+        rows = tl.load(
+            values + slot[:, None] * width + r[None, :],
+            mask=real & exists[:, None],
+            other=float("nan"),
+        )
         total += weight[:, None] * rows.to(tl.float32)
     tl.store(out + bag[:, None] * width + r[None, :], total.to(out.dtype.element_ty), mask=real)
 
@@ -166,7 +173,13 @@ def weighted_gather_forward(values: Tensor, slot_idx: Tensor, weights: Tensor) -
         _weighted_gather_fwd_kernel,
         (ceil_div(num_bags, block_p), ceil_div(width, block_r)),
         (values.contiguous(), slot_idx.contiguous(), weights.contiguous(), out, num_bags),
-        {"bag_size": bag_size, "width": width, "BLOCK_P": block_p, "BLOCK_R": block_r},
+        {
+            "num_slots": values.shape[0],
+            "bag_size": bag_size,
+            "width": width,
+            "BLOCK_P": block_p,
+            "BLOCK_R": block_r,
+        },
     )
     return out
 
@@ -196,12 +209,17 @@ def weight_gradient(grad_out: Tensor, values: Tensor, slot_idx: Tensor, weights:
 
 
 def weighted_gather_backward(
-    grad_out: Tensor, values: Tensor, slot_idx: Tensor, weights: Tensor
+    grad_out: Tensor, values: Tensor, slot_idx: Tensor, weights: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the table and of the weights, in their types."""
+    """Gradients of the table and of the weights, in their types; empty where not needed."""
     grad_out = grad_out.contiguous()
-    grad_values = table_gradient(grad_out, slot_idx, weights, values.shape[0], values.dtype)
-    return grad_values, weight_gradient(grad_out, values, slot_idx, weights)
+    slot_idx = slot_idx.clamp(0, values.shape[0] - 1)  # those outside have made the output NaN
+    grad_values, grad_weights = values.new_empty(0), weights.new_empty(0)
+    if needs[0]:
+        grad_values = table_gradient(grad_out, slot_idx, weights, values.shape[0], values.dtype)
+    if needs[1]:
+        grad_weights = weight_gradient(grad_out, values, slot_idx, weights)
+    return grad_values, grad_weights
 
 
 def sort_entries(slot_idx: Tensor, num_slots: int) -> tuple[Tensor, ...]:

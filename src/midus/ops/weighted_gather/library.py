@@ -5,11 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from midus.ops.gradients import refuse_gradient
+
 _INPUTS = "Tensor values, Tensor slot_idx, Tensor weights"
 
 torch.library.define("midus::weighted_gather", f"({_INPUTS}) -> Tensor")
 torch.library.define(
-    "midus::weighted_gather_backward", f"(Tensor grad_out, {_INPUTS}) -> (Tensor, Tensor)"
+    "midus::weighted_gather_backward",
+    f"(Tensor grad_out, {_INPUTS}, bool[] needs) -> (Tensor, Tensor)",
 )
 
 
@@ -35,9 +38,12 @@ def _fake_forward(values: Tensor, slot_idx: Tensor, weights: Tensor) -> Tensor:
 
 @torch.library.register_fake("midus::weighted_gather_backward")
 def _fake_backward(
-    grad_out: Tensor, values: Tensor, slot_idx: Tensor, weights: Tensor
+    grad_out: Tensor, values: Tensor, slot_idx: Tensor, weights: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    return values.new_empty(values.shape), weights.new_empty(weights.shape)
+    return (
+        values.new_empty(values.shape if needs[0] else 0),
+        weights.new_empty(weights.shape if needs[1] else 0),
+    )
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -45,12 +51,14 @@ def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> 
 
 
 def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+    needs_values, _, needs_weights = ctx.needs_input_grad
     grad_values, grad_weights = torch.ops.midus.weighted_gather_backward(
-        grad_out, *ctx.saved_tensors
+        grad_out, *ctx.saved_tensors, (needs_values, needs_weights)
     )
-    return grad_values, None, grad_weights
+    return grad_values if needs_values else None, None, grad_weights if needs_weights else None
 
 
 torch.library.register_autograd(
     "midus::weighted_gather", _gradients, setup_context=_save_for_backward
 )
+refuse_gradient("midus::weighted_gather_backward", "second derivative")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 def weighted_gather(values: Tensor, slot_idx: Tensor, weights: Tensor) -> Tensor:
     """Sums the rows of ``values`` that each query selected; arguments as `ops` has them."""
-    dtype = torch.promote_types(weights.dtype, torch.float32)
+    dtype = torch.promote_types(torch.promote_types(weights.dtype, values.dtype), torch.float32)
     # F.embedding, not values[slot_idx]: the backward of advanced indexing is not reproducible.
     rows = F.embedding(slot_idx, values)  # [..., K, R]
     return (weights.to(dtype).unsqueeze(-1) * rows.to(dtype)).sum(dim=-2).to(values.dtype)
