@@ -77,7 +77,12 @@ def greedy(model, ids, **options):
     )
 
 
-def test_generate_builds_the_value_caches_and_gives_the_same_tokens():
+def test_generate_builds_value_caches_and_gives_the_same_tokens(monkeypatch):
+    from midus.memory import hml
+
+    calls = []
+    real = hml.headwise_memory_cached
+    monkeypatch.setattr(hml, "headwise_memory_cached", lambda *a: calls.append(1) or real(*a))
     model = grown().cuda()
     ids = prompt_ids(2).cuda()
     with torch.no_grad():
@@ -86,11 +91,14 @@ def test_generate_builds_the_value_caches_and_gives_the_same_tokens():
             logits = model(plain, use_cache=False).logits[:, -1]
             logits[:, model.config.eos_token_id] = -torch.inf  # as min_new_tokens does
             plain = torch.cat([plain, logits.argmax(-1, keepdim=True)], dim=-1)
-    assert all(values.value_cache is None for values in model._hive_values())
+    assert not calls
     assert torch.equal(greedy(model, ids), plain)
-    assert all(values.value_cache is not None for values in model._hive_values())
-    model.train()
+    assert calls
+    # It takes nothing with it, except from a user who built them.
     assert all(values.value_cache is None for values in model._hive_values())
+    model.build_value_cache()
+    greedy(model, ids)
+    assert all(values.value_cache is not None for values in model._hive_values())
 
 
 def test_static_cache_with_a_compiled_step_gives_the_same_tokens():

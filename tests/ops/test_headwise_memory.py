@@ -14,6 +14,7 @@ from triton_on_cpu import DEVICE, HAS_CUDA
 
 from midus import MidusError
 from midus.ops import headwise_memory, headwise_memory_cached
+from midus.ops.headwise_memory import kernels
 
 NAMES = Layer._fields
 SHAPES = [
@@ -212,9 +213,9 @@ def test_the_cached_kernel_refuses_a_gradient():
 
 def test_nothing_is_saved_without_gradients(monkeypatch):
     saved = []
-    op = torch.ops.midus.headwise_memory
+    real = kernels.headwise_memory_forward
     monkeypatch.setattr(
-        torch.ops.midus, "headwise_memory", lambda *a: saved.append(a[-1]) or op(*a)
+        kernels, "headwise_memory_forward", lambda *args: saved.append(args[-1]) or real(*args)
     )
     layer = [tensor.requires_grad_() for tensor in random_layer(SMALL)]
     with torch.no_grad():
@@ -325,8 +326,10 @@ def test_backends_are_chosen_by_device_and_type(monkeypatch):
     from midus import ops
 
     calls = []
-    op = torch.ops.midus.headwise_memory
-    monkeypatch.setattr(torch.ops.midus, "headwise_memory", lambda *a: calls.append(1) or op(*a))
+    real = kernels.headwise_memory_forward
+    monkeypatch.setattr(
+        kernels, "headwise_memory_forward", lambda *args: calls.append(1) or real(*args)
+    )
     layer = random_layer(SMALL)
     headwise_memory(*layer, 3)
     assert bool(calls) == HAS_CUDA
@@ -347,7 +350,7 @@ def test_wrong_choices_are_refused_in_a_sentence(monkeypatch):
         headwise_memory(*layer, 3, backend="cuda")
     with pytest.raises(MidusError, match="choose auto, two_stage or cartesian"):
         headwise_memory(*layer, 3, search="flat")
-    wide = random_layer(SMALL._replace(subkeys=129), device="cpu")
+    wide = random_layer(SMALL._replace(subkeys=129))
     with pytest.raises(MidusError, match="use search='two_stage'"):
         headwise_memory(*wide, 3, backend="triton", search="cartesian")
     with pytest.raises(MidusError, match="float64"):

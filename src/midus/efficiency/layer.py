@@ -82,7 +82,8 @@ def _measure(
     with torch.no_grad():
         for name, run in forward.items():
             row[f"{name}_fwd_ms"] = timer.eager(run)
-            row[f"{name}_fwd_graph_ms"] = timer.graph(run)
+            if timer.has_graphs:
+                row[f"{name}_fwd_graph_ms"] = timer.graph(run)
     training: dict[str, Callable[..., Tensor]] = {
         "naive": _naive,
         "compiled": compiled,
@@ -92,7 +93,8 @@ def _measure(
     for name, function in training.items():
         step = forward_backward(function, inputs, grad, top_k)
         row[f"{name}_fwdbwd_ms"] = timer.eager(step)
-        if name != "paper":  # torch.unique asks the device for a size: no graph can hold it
+        # torch.unique, in the paper's, asks the device for a size: no graph can hold it.
+        if timer.has_graphs and name != "paper":
             row[f"{name}_fwdbwd_graph_ms"] = timer.graph(step)
     return row
 

@@ -19,12 +19,13 @@ class Timer:
     that weights and inputs come from memory as they do inside a model. ``eager`` launches from
     Python as users do: where launches take longer than the kernels, they are what is timed, less
     the time that overwriting the cache (some 0.1 ms) gives Python to run ahead. ``graph`` replays a
-    captured CUDA graph, which leaves the kernels alone. On a CPU both are the wall clock.
+    captured CUDA graph, which leaves the kernels alone. On a CPU there is the wall clock only.
     """
 
     def __init__(self, device: torch.device, runs: int = 30) -> None:
         self.device = device
         self.runs = runs
+        self.has_graphs = device.type == "cuda"
         size = _FLUSH_BYTES if device.type == "cuda" else 0
         self._flush = torch.empty(size, dtype=torch.int8, device=device)
 
@@ -37,9 +38,7 @@ class Timer:
         return self._events(function)
 
     def graph(self, function: Callable[[], Any]) -> float:
-        """Median milliseconds of a replay of the captured call."""
-        if self.device.type == "cpu":
-            return self.eager(function)
+        """Median milliseconds of a replay of the captured call, on a CUDA device."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

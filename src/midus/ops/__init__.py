@@ -146,10 +146,12 @@ def headwise_memory(
     args = (*inputs, top_k, cartesian)
     save = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     out: Tensor
-    if save and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or type(queries) is not Tensor:
+        out = torch.ops.midus.headwise_memory(*args, save)[0]
+    elif save:
         out = _headwise_memory_library.HeadwiseMemory.apply(*args)  # type: ignore[no-untyped-call]
     else:
-        out = torch.ops.midus.headwise_memory(*args, save)[0]
+        out = _headwise_memory_library.run_forward(*args, False)[0]
     return out
 
 
@@ -186,6 +188,9 @@ def headwise_memory_cached(
     inputs = (row_keys, col_keys, value_cache, top_k, cartesian)
     if not use_triton:
         return _headwise_memory.headwise_memory_cached(queries, *inputs)
+    is_plain = type(queries) is Tensor and not torch.is_grad_enabled()
+    if is_plain and not torch.compiler.is_compiling():
+        return _headwise_memory_library.run_cached(queries, *inputs)
     out: Tensor = torch.ops.midus.headwise_memory_cached(queries, *inputs)
     return out
 

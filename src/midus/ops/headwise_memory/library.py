@@ -28,25 +28,27 @@ torch.library.define(
 
 
 # Triton is imported at the first call: it is slow to import, and absent on some machines.
-@torch.library.impl("midus::headwise_memory", ("cpu", "cuda"))
-def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def run_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     from midus.ops.headwise_memory.kernels import headwise_memory_forward
 
     return headwise_memory_forward(*args)
 
 
-@torch.library.impl("midus::headwise_memory_backward", ("cpu", "cuda"))
-def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def run_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from midus.ops.headwise_memory.kernels import headwise_memory_backward
 
     return headwise_memory_backward(*args)
 
 
-@torch.library.impl("midus::headwise_memory_cached", ("cpu", "cuda"))
-def _cached(*args: Any) -> Tensor:
+def run_cached(*args: Any) -> Tensor:
     from midus.ops.headwise_memory.kernels import headwise_memory_cached_forward
 
     return headwise_memory_cached_forward(*args)
+
+
+torch.library.impl("midus::headwise_memory", ("cpu", "cuda"), run_forward)
+torch.library.impl("midus::headwise_memory_backward", ("cpu", "cuda"), run_backward)
+torch.library.impl("midus::headwise_memory_cached", ("cpu", "cuda"), run_cached)
 
 
 @torch.library.register_fake("midus::headwise_memory")
@@ -119,17 +121,16 @@ refuse_gradient("midus::headwise_memory_cached", "gradient")
 
 
 class HeadwiseMemory(torch.autograd.Function):
-    """The same gradient outside of compilers, at half the Python of the registered one."""
+    """The kernels and their gradient for plain tensors, past the dispatcher: half the Python."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        out, *saved = torch.ops.midus.headwise_memory(*args, True)
+        out, *saved = run_forward(*args, True)
         ctx.save_for_backward(*args[:5], *saved)
-        return out  # type: ignore[no-any-return]
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         needs = ctx.needs_input_grad[:5]
-        found = torch.ops.midus.headwise_memory_backward(*grads, *ctx.saved_tensors, needs)
-        return (*_wanted(found, needs), None, None)
+        return (*_wanted(run_backward(*grads, *ctx.saved_tensors, needs), needs), None, None)
