@@ -21,6 +21,14 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    # Dynamo counts recompilations of one function over all tests of a process, and gives up at 8.
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
 @dataclass
 class Result:
     """What a user of the command sees."""
