@@ -19,6 +19,7 @@ ARROWS = {
     "models": {"memory", *LEAVES},
     "upscaling": {"models", "memory", *LEAVES},
     "evaluation": {"models", *LEAVES},
+    "training": {"models", "memory", *LEAVES},
     "efficiency": {"ops", "models", *LEAVES},
     "cli": {"evaluation", "efficiency", "upscaling", "models", "midus", *LEAVES},
     "midus": {"registration", "upscaling", "models", *LEAVES},

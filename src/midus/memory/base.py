@@ -1,5 +1,6 @@
 """What every memory layer is: attended tokens in, a correction of the residual stream out."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -9,6 +10,10 @@ from midus.memory.queries import QueryProj, make_query_norm
 
 if TYPE_CHECKING:
     from midus.config import MemoryConfig
+
+
+# What the paper trains at a constant rate; projections of queries and values are not among them.
+_KEYS_AND_VALUES = frozenset({"row_keys", "col_keys", "keys", "latent_values", "values"})
 
 
 class MemoryLayer(nn.Module):
@@ -43,6 +48,12 @@ class MemoryLayer(nn.Module):
         queries: Tensor = self.query_proj(attended)
         queries = queries.unflatten(-1, (self.num_heads, self.query_dim))
         return self.query_norm(queries)  # type: ignore[no-any-return]  # a module's call
+
+    def keys_and_values(self) -> Iterator[nn.Parameter]:
+        """The tables: every parameter a slot owns a row of."""
+        for name, parameter in self.named_parameters():
+            if name.rpartition(".")[2] in _KEYS_AND_VALUES:
+                yield parameter
 
     def require_even_queries(self) -> None:
         """Product keys split each query into a row half and a column half."""
