@@ -20,7 +20,7 @@ from midus.ops.product_key_topk.kernels import (
     find_slots,
     key_gradient_tile,
     key_tiles,
-    query_gradient,
+    query_gradients,
     query_rows,
     search_blocks,
     search_tokens,
@@ -188,15 +188,9 @@ def _headwise_memory_bwd_kernel(
         tl.store(grad_latent + there, grad_m.to(grad_latent.dtype.element_ty), mask=real)
     grads = alpha * (grad_alpha - tl.sum(alpha * grad_alpha, axis=1)[:, None])
     tl.store(grad_scores + where, grads, mask=chosen)
-    rows_q = grad_queries + line * 2 * subkey_dim
-    keys = head * num_subkeys * subkey_dim
-    query_gradient(
-        grads, slots, row_keys + keys, rows_q, mask, num_subkeys, subkey_dim,
-        False, TOP_K, BLOCK_T, BLOCK_E, BLOCK_K, UNROLL,
-    )  # fmt: skip
-    query_gradient(
-        grads, slots, col_keys + keys, rows_q + subkey_dim, mask, num_subkeys, subkey_dim,
-        True, TOP_K, BLOCK_T, BLOCK_E, BLOCK_K, UNROLL,
+    query_gradients(
+        grads, slots, row_keys, col_keys, grad_queries, line, head, mask,
+        num_subkeys, subkey_dim, TOP_K, BLOCK_T, BLOCK_E, BLOCK_K, UNROLL,
     )  # fmt: skip
 
 

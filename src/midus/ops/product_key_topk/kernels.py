@@ -168,7 +168,7 @@ def find_slots(
 
 
 @triton.jit
-def query_gradient(
+def _half_gradient(
     grad_scores, slot_idx, keys, grad_queries, mask, num_subkeys: tl.constexpr,
     subkey_dim: tl.constexpr,
     IS_COLUMN: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -188,6 +188,26 @@ def query_gradient(
             grad += grad_score[:, None] * key.to(tl.float32)
         grad = grad.to(grad_queries.dtype.element_ty)
         tl.store(grad_queries[:, None] + e[None, :], grad, mask=real)
+
+
+@triton.jit
+def query_gradients(
+    grad_scores, slot_idx, row_keys, col_keys, grad_queries, line, head, mask,
+    num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Both halves of the queries at the given lines of ``[T, H, E]``."""
+    rows = grad_queries + line * 2 * subkey_dim
+    keys = head * num_subkeys * subkey_dim
+    _half_gradient(
+        grad_scores, slot_idx, row_keys + keys, rows, mask, num_subkeys, subkey_dim,
+        False, TOP_K, BLOCK_T, BLOCK_E, BLOCK_K, UNROLL,
+    )  # fmt: skip
+    _half_gradient(
+        grad_scores, slot_idx, col_keys + keys, rows + subkey_dim, mask, num_subkeys, subkey_dim,
+        True, TOP_K, BLOCK_T, BLOCK_E, BLOCK_K, UNROLL,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -227,15 +247,9 @@ def _product_key_topk_bwd_kernel(
     chosen = mask[:, None] & (place < TOP_K)[None, :]
     slots = tl.load(slot_idx + where, mask=chosen, other=0)
     grads = tl.load(grad_scores + where, mask=chosen, other=0.0).to(tl.float32)
-    rows = grad_queries + (tokens * num_heads + head) * 2 * subkey_dim
-    keys = head * num_subkeys * subkey_dim
-    query_gradient(
-        grads, slots, row_keys + keys, rows, mask, num_subkeys, subkey_dim,
-        False, TOP_K, BLOCK_T, BLOCK_E, BLOCK_K, UNROLL,
-    )  # fmt: skip
-    query_gradient(
-        grads, slots, col_keys + keys, rows + subkey_dim, mask, num_subkeys, subkey_dim,
-        True, TOP_K, BLOCK_T, BLOCK_E, BLOCK_K, UNROLL,
+    query_gradients(
+        grads, slots, row_keys, col_keys, grad_queries, tokens * num_heads + head, head, mask,
+        num_subkeys, subkey_dim, TOP_K, BLOCK_T, BLOCK_E, BLOCK_K, UNROLL,
     )  # fmt: skip
 
 
