@@ -18,7 +18,7 @@ class Timer:
     On a CUDA device the time between two events, each run after the L2 cache was overwritten, so
     that weights and inputs come from memory as they do inside a model. ``eager`` launches from
     Python as users do: where launches take longer than the kernels, they are what is timed, less
-    the time that overwriting the cache (some 0.1 ms) gives Python to run ahead. ``graph`` replays a
+    the time that overwriting the cache gives Python to run ahead. ``graph`` replays a
     captured CUDA graph, which leaves the kernels alone. On a CPU there is the wall clock only.
     """
 

@@ -1,6 +1,6 @@
 """Launches Triton kernels without paying Triton's own argument handling at every call.
 
-`kernel[grid](...)` binds and inspects every argument anew, some 60 us of Python for our kernels. A
+`kernel[grid](...)` binds and inspects every argument anew, and our kernels have two dozen. A
 kernel once compiled can be launched directly, as Triton's fused-softmax tutorial does; all that is
 left is to tell which compiled kernel fits.
 """

@@ -121,7 +121,7 @@ refuse_gradient("midus::headwise_memory_cached", "gradient")
 
 
 class HeadwiseMemory(torch.autograd.Function):
-    """The kernels and their gradient for plain tensors, past the dispatcher: half the Python."""
+    """The kernels and their gradient for plain tensors, past the dispatcher: less Python."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
