@@ -14,7 +14,7 @@ from midus.ops import weighted_gather
 
 
 class HiveValues(MemoryModule):
-    """Turns retrieved slots into one vector per head.
+    """The latent table and the projections; `ops.headwise_memory` reads them (Eq. 5).
 
     The latent table starts at zero, so a freshly inserted memory block is the identity. The
     projections must not: with both at zero neither would ever receive a gradient.
@@ -59,10 +59,6 @@ class HiveValues(MemoryModule):
             # nn.init.eye_ takes one matrix; the flag it would look at belongs to the whole tensor.
             for projection in self.value_proj.unbind(0):
                 nn.init.eye_(projection)
-
-    def forward(self, slot_idx: Tensor, weights: Tensor) -> Tensor:
-        latent = weighted_gather(self.latent_values, slot_idx, weights)  # [B, T, H, R]
-        return torch.einsum("...hr,hro->...ho", latent, self.value_proj)  # [B, T, H, O]
 
     def build_cache(self) -> None:
         """Projects the whole table for every head, ``[H, N, O]``, into the weights' own type.

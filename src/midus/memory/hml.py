@@ -57,7 +57,7 @@ class HeadwiseMemory(MemoryLayer):
         return head_values.flatten(-2)  # [B, T, D]
 
     def _hive(self, queries: Tensor, values: HiveValues) -> Tensor:
-        """``values(*keys(queries))`` as one operation, from the cache where there is one."""
+        """Retrieval and Eq. 5 as one operation, from the cache where there is one."""
         keys = self.keys
         cache = None
         # The cache has no gradient, and autocast would have projected in another type.
