@@ -1,7 +1,8 @@
 """Block sizes of the Triton kernels: plain arithmetic on shapes, no device is asked."""
 
-# Programs that keep a large GPU busy while a sum over tokens is split among them.
-_PROGRAMS = 512
+# Programs that share a sum over tokens: enough to keep a large GPU busy, and more where each still
+# has many tokens, so that the last ones to finish cost little.
+_PROGRAMS, _PROGRAMS_LONG, _LONG = 256, 1024, 8192
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -19,4 +20,5 @@ def num_splits(num_tokens: int, tiles: int, block_tokens: int) -> int:
 
     Depends on shapes alone, so that a sum has one order everywhere.
     """
-    return max(1, min(_PROGRAMS // tiles, ceil_div(num_tokens, 2 * block_tokens)))
+    programs = _PROGRAMS if num_tokens < _LONG else _PROGRAMS_LONG
+    return max(1, min(programs // tiles, ceil_div(num_tokens, 2 * block_tokens)))

@@ -452,7 +452,7 @@ def key_tiles(num_subkeys: int, subkey_dim: int) -> tuple[int, dict[str, int]]:
     block_n = min(power_of_two(num_subkeys, 16), 64)
     block_e = min(power_of_two(subkey_dim, 16), 64)
     tiles = 2 * ceil_div(num_subkeys, block_n) * ceil_div(subkey_dim, block_e)
-    return tiles, {"BLOCK_T": 64, "BLOCK_N": block_n, "BLOCK_E": block_e}
+    return tiles, {"BLOCK_T": 32, "BLOCK_N": block_n, "BLOCK_E": block_e}
 
 
 def query_rows(queries: Tensor) -> Tensor:
