@@ -18,10 +18,20 @@ ARROWS = {
     "memory": {"ops", *LEAVES},
     "models": {"memory", *LEAVES},
     "upscaling": {"models", "memory", *LEAVES},
+    "data": {"models", *LEAVES},
     "evaluation": {"models", *LEAVES},
-    "training": {"models", "memory", *LEAVES},
+    "training": {"data", "upscaling", "models", "memory", *LEAVES},
     "efficiency": {"ops", "models", *LEAVES},
-    "cli": {"evaluation", "efficiency", "upscaling", "models", "midus", *LEAVES},
+    "cli": {
+        "data",
+        "training",
+        "evaluation",
+        "efficiency",
+        "upscaling",
+        "models",
+        "midus",
+        *LEAVES,
+    },
     "midus": {"registration", "upscaling", "models", *LEAVES},
 }
 

@@ -7,10 +7,12 @@ import typer
 
 from midus import __version__
 from midus.cli.bench import bench
+from midus.cli.data import data
 from midus.cli.generate import generate
 from midus.cli.inspect import inspect
 from midus.cli.merge import merge
 from midus.cli.methods import methods
+from midus.cli.train import train
 from midus.cli.upscale import upscale
 from midus.cli.verify import verify
 from midus.errors import MidusError
@@ -23,9 +25,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (upscale, inspect, methods, verify, merge, generate):
+for _command in (upscale, train, inspect, methods, verify, merge, generate):
     app.command()(_command)
 app.add_typer(bench, name="bench")
+app.add_typer(data, name="data")
 
 
 def _print_version(wanted: bool) -> None:

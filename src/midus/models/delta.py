@@ -104,8 +104,6 @@ def save_delta(model: Any, folder: str | Path, base: str | Path | None = None) -
 
 def write_delta(model: Any, work: Path, target: Path, base: Any) -> Any:
     """Writes the inserted tensors into ``work`` and returns the config that goes with them."""
-    from safetensors.torch import save_file
-
     config = copy.deepcopy(model.config)
     if not record_of(config):
         raise MidusError(
@@ -129,18 +127,26 @@ def write_delta(model: Any, work: Path, target: Path, base: Any) -> Any:
     _refuse_changed_base(weights, state_dict, config)
     known = base_of(config)
     known.setdefault("fingerprint", fingerprint(weights, config.tie_word_embeddings))
-    update_record(config, base_model=known, is_delta=True)
-    config.architectures = [type(model).__name__]
-    config.dtype = str(model.dtype).split(".")[1]
+    update_record(config, base_model=known)
     tensors = {
         name: tensor.detach().cpu().contiguous()
         for name, tensor in state_dict.items()
         if is_inserted(name, config)
     }
+    write_inserted(model, work, config, tensors)
+    return config
+
+
+def write_inserted(model: Any, work: Path, config: Any, tensors: dict[str, Any]) -> None:
+    """Writes a delta's tensors into ``work`` and marks ``config`` as a delta's."""
+    from safetensors.torch import save_file
+
+    update_record(config, is_delta=True)
+    config.architectures = [type(model).__name__]
+    config.dtype = str(model.dtype).split(".")[1]
     save_file(tensors, work / DELTA_NAME, {"format": "pt"})
     if model.can_generate():
         model.generation_config.save_pretrained(work)
-    return config
 
 
 def base_licence(config: Any) -> dict[str, str]:

@@ -62,11 +62,16 @@ def update_record(config: Any, **values: Any) -> None:
         config.midus = {**record_of(config), **values}
 
 
-def set_trainable(model: Any) -> None:
-    """Lets exactly the parameters train that the model's method trains."""
+def set_trainable(model: Any, trainable: str | None = None) -> None:
+    """Lets exactly the parameters train that the model's method trains.
+
+    Args:
+        model: A grown model.
+        trainable: ``inserted`` or ``all``, whatever the method says.
+    """
     from midus.models.checkpoint import is_inserted
 
-    everything = record_of(model.config).get("trainable") != "inserted"
+    everything = (trainable or record_of(model.config).get("trainable")) != "inserted"
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(everything or is_inserted(name, model.config))
 

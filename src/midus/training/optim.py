@@ -6,6 +6,7 @@ higher one decides how much a table that starts at zero can learn.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -13,12 +14,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from midus.memory.base import MemoryLayer
+from midus.memory.hive import HiveValues
 
 MEMORY_GROUP = "memory"
 
 
 def parameter_groups(
-    model: nn.Module, lr: float, memory_lr: float | None = None, weight_decay: float = 0.0
+    model: nn.Module,
+    lr: float,
+    memory_lr: float | None = None,
+    weight_decay: float = 0.0,
+    constant_value_proj: bool = False,
 ) -> list[dict[str, Any]]:
     """Groups of the trainable parameters, for any ``torch.optim`` optimizer.
 
@@ -27,6 +33,7 @@ def parameter_groups(
         lr: Largest rate of the schedule.
         memory_lr: Constant rate of keys and values. Default: ``lr``, as in the paper.
         weight_decay: Of matrices. Norms, biases, keys and values have none.
+        constant_value_proj: Count HIVE's head projections W_h among the values.
 
     Returns:
         Up to three groups with a ``name``: ``decay``, ``no_decay`` and ``memory``.
@@ -37,6 +44,8 @@ def parameter_groups(
         if isinstance(module, MemoryLayer)
         for parameter in module.keys_and_values()
     }
+    if constant_value_proj:
+        memory |= {id(m.value_proj) for m in model.modules() if isinstance(m, HiveValues)}
     groups: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": [], MEMORY_GROUP: []}
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -60,25 +69,33 @@ def parameter_groups(
 
 
 def constant_memory_schedule(
-    optimizer: Optimizer, num_steps: int, warmup_ratio: float = 0.1
+    optimizer: Optimizer, num_steps: int, warmup_ratio: float = 0.1, shape: str = "cosine"
 ) -> LambdaLR:
-    """A cosine to zero after a linear warm-up; the memory group keeps its rate from first to last.
+    """Warm-up, then ``shape``; the memory group keeps its rate from first to last.
 
     Args:
         optimizer: Made from ``parameter_groups``.
         num_steps: Steps of the whole run.
         warmup_ratio: Share of the steps in which the rate rises.
+        shape: ``cosine`` or ``linear``, both down to zero, or ``constant``.
     """
     num_warmup = math.ceil(num_steps * warmup_ratio)
 
-    def cosine(step: int) -> float:
+    def scheduled(step: int) -> float:
         if step < num_warmup:
             return step / max(num_warmup, 1)
-        progress = (step - num_warmup) / max(num_steps - num_warmup, 1)
-        return max(0.0, 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
+        progress = min((step - num_warmup) / max(num_steps - num_warmup, 1), 1.0)
+        return _SHAPES[shape](progress)
 
     def constant(step: int) -> float:
         return 1.0
 
     is_memory = [group.get("name") == MEMORY_GROUP for group in optimizer.param_groups]
-    return LambdaLR(optimizer, [constant if memory else cosine for memory in is_memory])
+    return LambdaLR(optimizer, [constant if memory else scheduled for memory in is_memory])
+
+
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+    "constant": lambda progress: 1.0,
+}

@@ -1,0 +1,164 @@
+"""Checkpoints of a run: written aside, synced, renamed; deltas where the base is frozen.
+
+`checkpoint-N` is a model folder that transformers loads, with the trainer's state beside the model.
+The name appears when everything is on disk, so a folder of that name is whole.
+"""
+
+import copy
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from midus.errors import MidusError
+from midus.models.atomic import check_space
+from midus.models.checkpoint import DELTA_NAME, is_inserted, write_surroundings
+from midus.models.delta import base_licence, write_inserted
+from midus.models.fingerprint import fingerprint
+from midus.models.record import base_of, record_of, update_record
+from midus.models.sources import resolve_source
+from midus.models.weights import Weights, fsync
+from midus.training.optimizer_state import fill_state, full_state
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def last_checkpoint(run: Path) -> Path | None:
+    """The newest whole checkpoint of a run."""
+    found = [
+        (int(match[1]), path)
+        for path in (run.iterdir() if run.is_dir() else [])
+        if path.is_dir() and (match := _NAME.fullmatch(path.name))
+    ]
+    return max(found)[1] if found else None
+
+
+def staged_name(target: Path) -> Path:
+    """Where a checkpoint is written before it has its name; one place for all ranks."""
+    return target.parent / f".{target.name}.saving"
+
+
+def publish(target: Path) -> None:
+    """Syncs a staged checkpoint to disk and gives it its name."""
+    staged = staged_name(target)
+    for path in sorted(staged.rglob("*")):
+        if path.is_file():
+            fsync(path)
+    fsync(staged)
+    if target.exists():  # the same step, saved again after a resume
+        shutil.rmtree(target)
+    os.rename(staged, target)
+    fsync(target.parent)
+
+
+def clear_staged(run: Path) -> None:
+    """Removes what killed saves left behind."""
+    for left in run.glob(".checkpoint-*.saving"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def disk_errors_named(target: Path, last_good: Path | None) -> Iterator[None]:
+    """A full disk becomes one sentence that names what is safe."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError, MidusError) as error:
+        text = str(error)
+        full = (
+            isinstance(error, OSError)
+            or "No space left" in text
+            or "the disk has" in text
+            or "PytorchStreamWriter" in text
+            or "enforce fail" in text
+        )
+        if not full:
+            raise
+        with suppress(OSError):
+            shutil.rmtree(staged_name(target))
+        good = f"the last good checkpoint is {last_good}" if last_good else "none was saved before"
+        raise MidusError(
+            f"{target} cannot be written ({text.splitlines()[0]}); {good}: free some space and run "
+            "again with --resume"
+        ) from error
+
+
+def write_weights(
+    model: Any,
+    folder: Path,
+    *,
+    delta: bool,
+    keep: bool,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Writes a model folder; every rank takes part.
+
+    Args:
+        model: The unwrapped model.
+        folder: Where to write.
+        delta: Write the inserted tensors only.
+        keep: Whether this rank writes.
+        tokenizer: Saved beside the model.
+        dtype: Type of the written tensors; default: as they train.
+    """
+    if hasattr(model, "peft_config"):
+        if keep:
+            model.save_pretrained(folder)
+    elif delta:
+        names = {name for name in model.state_dict() if is_inserted(name, model.config)}
+        tensors = _cast(full_state(model, names, keep), dtype)
+        if keep:
+            folder.mkdir(parents=True, exist_ok=True)
+            check_space(folder, sum(tensor.nbytes for tensor in tensors.values()))
+            config = copy.deepcopy(model.config)
+            _record_fingerprint(config)
+            write_inserted(model, folder, config, tensors)
+            if dtype is not None:
+                config.dtype = str(dtype).split(".")[1]
+            write_surroundings(folder, config, base_licence(config), [])
+    else:
+        tensors = _cast(full_state(model, None, keep), dtype)
+        if keep:
+            check_space(folder, sum(tensor.nbytes for tensor in tensors.values()))
+            model.save_pretrained(folder, state_dict=tensors)
+    if keep and tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _cast(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    if dtype is None:
+        return tensors
+    return {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def read_weights(model: Any, folder: Path) -> None:
+    """Puts a checkpoint's weights into a model that has the right shape."""
+    delta = folder / DELTA_NAME
+    weights = Weights.open_file(delta) if delta.is_file() else Weights.open_folder(folder)
+    own = model.state_dict()
+    for name in weights:
+        if name not in own:
+            raise MidusError(
+                f"{folder} holds {name!r}, which the model of this run does not have; resume with "
+                "the options the run began with"
+            )
+        fill_state(model, {name: weights.read(name)})
+
+
+def _record_fingerprint(config: Any) -> None:
+    """Once a run: later checkpoints of the same model find it there."""
+    known = base_of(config)
+    if record_of(config) and known.get("id") and "fingerprint" not in known:
+        weights = Weights.open_folder(resolve_source(known["id"], known.get("revision")))
+        known["fingerprint"] = fingerprint(weights, config.tie_word_embeddings)
+        update_record(config, base_model=known)

@@ -1,0 +1,49 @@
+"""Several processes: who reads first, and sharding that stays sharding on a CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+FSDP2 = {
+    "version": 2,
+    "reshard_after_forward": True,
+    # The first rank alone reads the weights; the others receive their share.
+    "cpu_ram_efficient_loading": True,
+    "state_dict_type": "SHARDED_STATE_DICT",
+}
+
+
+def keep_sharding_on_cpu(trainer: Any) -> None:
+    """Turns FSDP2 on where accelerate leaves it out: it shards on GPUs only, and says nothing.
+
+    torch's own ``fully_shard`` works on gloo, which is how sharding is tested without GPUs.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    state = trainer.accelerator.state
+    wanted = trainer.args.fsdp_plugin_args
+    if wanted is None or state.distributed_type != DistributedType.MULTI_CPU:
+        return
+    # The other state copies its type from this one whenever it is made anew.
+    PartialState().distributed_type = DistributedType.FSDP
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(**wanted)
+    trainer.is_fsdp_enabled = True
+
+
+@contextmanager
+def first_rank_first() -> Iterator[bool]:
+    """The first process of each machine goes in before the others; yields whether this is it."""
+    from accelerate import PartialState
+
+    state = PartialState()
+    with state.local_main_process_first():
+        yield state.is_main_process
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for the run."""
+    from accelerate import PartialState
+
+    return bool(PartialState().is_main_process)

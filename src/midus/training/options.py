@@ -1,0 +1,301 @@
+"""What one training run is: a YAML file, key for key the dataclasses below.
+
+Options of the run are ours; everything else of Hugging Face's trainer passes through untouched
+under ``trainer:``. An unknown key is an error, and every run saves the options it resolved.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from midus.config import MemoryConfig, UpscaleConfig
+from midus.data.options import DataOptions
+from midus.errors import MidusError
+
+STAGES = ("cpt", "sft")
+RECIPES = ("paper", "short")
+PRECISIONS = ("mixed", "pure_bf16", "float32", "float64")
+SCHEDULES = ("cosine", "linear", "constant")
+TRAINABLE = ("auto", "inserted", "all")
+CONTROLS = ("none", "lora", "last_layers")
+SHARDINGS = ("none", "fsdp2")
+
+# What the recipes set where the file says nothing. The paper's rates suit its 12,100 steps; in a
+# short run the table that starts at zero needs a higher one.
+_RECIPES: dict[str, dict[str, dict[str, Any]]] = {
+    "paper": {
+        "cpt": {"lr": 1e-4, "weight_decay": 1e-6, "adam_beta2": 0.999},
+        "sft": {"lr": 1e-5, "weight_decay": 1e-6, "adam_beta2": 0.999},
+    },
+    "short": {
+        "cpt": {"lr": 1e-3, "memory_lr": 1e-2, "weight_decay": 0.0, "adam_beta2": 0.95},
+        "sft": {"lr": 1e-4, "memory_lr": 1e-3, "weight_decay": 0.0, "adam_beta2": 0.95},
+    },
+}
+
+# Where the trainer's own argument would say the same thing a second time.
+_OWNED = {
+    "output_dir": "output",
+    "learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "warmup_ratio": "optimizer.warmup_ratio",
+    "warmup_steps": "optimizer.warmup_ratio",
+    "lr_scheduler_type": "optimizer.schedule",
+    "lr_scheduler_kwargs": "optimizer.schedule",
+    "bf16": "precision",
+    "fp16": "precision",
+    "load_best_model_at_end": "keep_best",
+    "metric_for_best_model": "keep_best",
+    "greater_is_better": "keep_best",
+    "disable_tqdm": "the progress bar, which shows on terminals only",
+    "use_liger_kernel": "loss_chunk",
+    "max_length": "max_length",
+    "seed": "seed",
+    "data_seed": "seed",
+    "gradient_accumulation_steps": "batch_size",
+    "fsdp": "sharding",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """AdamW as the paper has it: keys and values at a constant rate of their own."""
+
+    recipe: str = "paper"
+    """Rates where none are given: paper, or short for runs of hundreds of steps."""
+    lr: float | None = None
+    """Largest rate of the schedule; default: the recipe's."""
+    memory_lr: float | None = None
+    """Constant rate of keys and values; default: the recipe's (paper: lr)."""
+    weight_decay: float | None = None
+    """Weight decay of matrices; keys, values, norms and biases have none."""
+    warmup_ratio: float = 0.1
+    """Share of the steps in which the rate rises."""
+    schedule: str = "cosine"
+    """Rate after the warm-up: cosine, linear or constant."""
+    constant_value_proj: bool = False
+    """Give the head projections W_h the memory's constant rate instead of the schedule."""
+    adam_beta2: float | None = None
+    """Decay of AdamW's second moment; default: the recipe's."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        _one_of("optimizer.recipe", self.recipe, RECIPES)
+        _one_of("optimizer.schedule", self.schedule, SCHEDULES)
+        for name, largest in (("lr", 10), ("memory_lr", 10), ("weight_decay", 10)):
+            _number(f"optimizer.{name}", getattr(self, name), 0.0, largest, optional=True)
+        _number("optimizer.warmup_ratio", self.warmup_ratio, 0.0, 1.0)
+        _number("optimizer.adam_beta2", self.adam_beta2, 0.0, 1.0, optional=True)
+
+    def resolved(self, stage: str) -> "OptimizerOptions":
+        """With the recipe's values where none are given."""
+        values = {"memory_lr": None, **_RECIPES[self.recipe][stage]}
+        chosen = {k: v for k, v in values.items() if getattr(self, k) is None}
+        options = replace(self, **chosen)
+        return replace(options, memory_lr=options.lr) if options.memory_lr is None else options
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """One run of `midus train`."""
+
+    stage: str
+    """cpt (continual pre-training on text) or sft (supervised fine-tuning on instructions)."""
+    model: str
+    """The model to start from, base or grown: folder, hub id, .gguf file or smollm2-135m."""
+    output: str
+    """Folder of the run: options, checkpoints, metrics, plot, and the model in the end."""
+    upscale: UpscaleConfig | None = None
+    """How the model grows first; leave it out for a model that has grown or should not."""
+    control: str = "none"
+    """Train something else with as many parameters instead of growing: lora or last_layers."""
+    trainable: str = "auto"
+    """What trains: inserted, all, or auto (cpt: what the method trains; sft: all)."""
+    data: DataOptions
+    """The text or the instructions."""
+    batch_size: int = 64
+    """Sequences of one optimizer step, all devices and accumulation steps together."""
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    """Rates, schedule and decay."""
+    precision: str = "mixed"
+    """mixed (trained weights in float32, arithmetic in bfloat16 on a GPU), pure_bf16, float32."""
+    sharding: str = "none"
+    """Of several processes: none (each holds the model), or fsdp2 (each holds its share)."""
+    load_in_4bit: bool = False
+    """Keep the frozen base in 4 bits through bitsandbytes."""
+    attention: str | None = None
+    """Attention implementation of transformers, such as flash_attention_2; default: its choice."""
+    loss_chunk: int = 1024
+    """Tokens whose logits are in memory at a time while the loss is computed."""
+    max_length: int = 2048
+    """sft: longest example in tokens; longer ones are cut."""
+    keep_best: bool = False
+    """Take the checkpoint with the lowest held-out loss in the end, not the last one."""
+    early_stopping_patience: int | None = None
+    """Stop after so many evaluations without a lower held-out loss."""
+    seed: int = 42
+    """Seed of the data order and of whatever else is random in training."""
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Passed to transformers' TrainingArguments (sft: TRL's SFTConfig) as it is."""
+
+    def __post_init__(self) -> None:
+        """Check the values that need no model."""
+        _one_of("stage", self.stage, STAGES)
+        _one_of("control", self.control, CONTROLS)
+        _one_of("trainable", self.trainable, TRAINABLE)
+        _one_of("precision", self.precision, PRECISIONS)
+        _one_of("sharding", self.sharding, SHARDINGS)
+        for name in ("model", "output"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise MidusError(f"{name}={getattr(self, name)!r} must be a non-empty string")
+        for name in ("batch_size", "loss_chunk", "max_length"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise MidusError(f"{name}={value!r} must be a positive whole number")
+        patience = self.early_stopping_patience
+        if patience is not None and (not isinstance(patience, int) or patience < 1):
+            raise MidusError(
+                f"early_stopping_patience={patience!r} must be a positive whole number"
+            )
+        if self.control != "none" and self.upscale is None:
+            raise MidusError(
+                f"control={self.control!r} takes as many trainable parameters as the up-scaled "
+                "model would have; say how in an upscale section"
+            )
+        _refuse_owned(self.trainer)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "TrainOptions":
+        """The options a mapping spells out; unknown and missing keys are errors."""
+        options: TrainOptions = _build(cls, values, "")
+        return options
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every option, as plain values for YAML or JSON."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return values
+
+
+def read_options(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> TrainOptions:
+    """The options of a YAML file, with ``a.b=value`` overrides.
+
+    Args:
+        path: The file.
+        overrides: Each one key with dots and a YAML value; ``data.sources.0.weight=2`` reaches into
+            a list.
+    """
+    import yaml
+
+    file = Path(path)
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MidusError(f"{file} cannot be read ({error.strerror}); give a YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise MidusError(f"{file} is not valid YAML ({reason})") from error
+    if not isinstance(values, dict):
+        raise MidusError(f"{file} holds no options; write them as `stage: cpt` and so on")
+    for override in overrides:
+        _override(values, override)
+    try:
+        return TrainOptions.from_dict(values)
+    except MidusError as error:
+        raise MidusError(f"{file}: {error}") from error
+
+
+def _override(values: Any, override: str) -> None:
+    import yaml
+
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise MidusError(f"--set {override!r} must be a key and a value, such as optimizer.lr=1e-4")
+    try:
+        value = _numeric(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise MidusError(f"--set {override!r}: {text!r} is no YAML value") from error
+    *path, last = key.split(".")
+    place = values
+    for part in path:
+        if isinstance(place, list) and part.isdigit() and int(part) < len(place):
+            place = place[int(part)]
+        elif isinstance(place, dict):
+            if place.get(part) is None:
+                place[part] = {}
+            place = place[part]
+        else:
+            raise MidusError(f"--set {override!r}: there is no {part!r} in the file to set it in")
+    if isinstance(place, list) and last.isdigit() and int(last) < len(place):
+        place[int(last)] = value
+    elif isinstance(place, dict):
+        place[last] = value
+    else:
+        raise MidusError(f"--set {override!r}: there is no {last!r} in the file to set it in")
+
+
+def _numeric(value: Any) -> Any:
+    """YAML 1.1 takes 1e-4 for a string; people mean the number."""
+    if isinstance(value, dict):
+        return {key: _numeric(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numeric(item) for item in value]
+    if isinstance(value, str) and "e" in value.lower():
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _build(cls: type[Any], values: Any, where: str) -> Any:
+    """A dataclass from a mapping, nested ones included."""
+    if not isinstance(values, dict):
+        raise MidusError(f"{where.rstrip('.')}={values!r} must be a mapping of options")
+    known = {f.name: f for f in fields(cls)}
+    for key in values:
+        if key not in known:
+            names = ", ".join(known)
+            raise MidusError(f"unknown option {where}{key}; known options: {names}")
+    types = get_type_hints(cls)
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        kind = next((t for t in (types[name], *get_args(types[name])) if is_dataclass(t)), None)
+        if kind is DataOptions:
+            made[name] = DataOptions.from_dict(_numeric(value))
+        elif kind is not None and value is not None:
+            made[name] = _build(kind, value, f"{where}{name}.")  # type: ignore[arg-type]
+        else:
+            made[name] = _numeric(value)
+    missing = [
+        f"{where}{name}"
+        for name, f in known.items()
+        if name not in made and f.default is f.default_factory  # both MISSING
+    ]
+    if missing:
+        raise MidusError(f"{missing[0]} is missing; add it to the file")
+    return cls(**made)
+
+
+def _refuse_owned(trainer: Any) -> None:
+    if not isinstance(trainer, dict):
+        raise MidusError(f"trainer={trainer!r} must be a mapping of TrainingArguments")
+    for name in trainer:
+        if name in _OWNED:
+            raise MidusError(f"trainer.{name} is said elsewhere; use {_OWNED[name]} instead")
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise MidusError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}")
+
+
+def _number(name: str, value: Any, smallest: float, largest: float, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not smallest <= value <= largest:
+        raise MidusError(f"{name}={value!r} must be a number from {smallest:g} to {largest:g}")
+
+
+__all__ = ["MemoryConfig", "OptimizerOptions", "TrainOptions", "UpscaleConfig", "read_options"]

@@ -1,0 +1,252 @@
+"""One training run from options to a better model: data, model, trainer, result."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from midus.data import prepare_text, read_instructions
+from midus.errors import MidusError
+from midus.models.atomic import atomic_folder
+from midus.models.loading import load_tokenizer
+from midus.reports import conditions
+from midus.training.arguments import make_arguments
+from midus.training.checkpoint import clear_staged, last_checkpoint, write_weights
+from midus.training.distributed import first_rank_first, is_first_rank
+from midus.training.freezing import count_trainable
+from midus.training.loss import use_chunked_loss
+from midus.training.options import TrainOptions
+from midus.training.plots import plot_losses
+from midus.training.starting import Start, start_model
+from midus.training.trainer import CptTrainer, sft_trainer_class
+from midus.training.watching import (
+    GuardCallback,
+    MetricsCallback,
+    ProgressCallback,
+    read_metrics,
+)
+from midus.upscaling.method import Track
+
+OPTIONS_NAME = "options.json"
+RESULT_NAME = "result.json"
+MODEL_NAME = "model"
+# What may change between a run and its continuation without changing its weights.
+_FREE = ("output", "trainer.logging_steps", "trainer.save_total_limit", "trainer.report_to")
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to."""
+
+    model: Path
+    """Folder of the trained model: a delta where the base was frozen."""
+    steps: int
+    tokens: int
+    seconds: float
+    """Of this process; a resumed run counts from its resumption."""
+    losses: dict[str, float | None]
+    """Held-out loss and perplexity before and after."""
+    plot: Path
+
+
+def train(
+    options: TrainOptions,
+    *,
+    resume: bool = False,
+    track: Track = lambda items, _: items,
+    say: Callable[[str], None] = lambda _: None,
+) -> TrainResult:
+    """Trains, and leaves model, metrics, plot and result in ``options.output``.
+
+    Args:
+        options: What to do.
+        resume: Go on from the newest checkpoint in the output, or begin if there is none.
+        track: Wraps loops in a progress bar.
+        say: Is told in a sentence what happens.
+    """
+    from accelerate import PartialState
+
+    world = PartialState(cpu=not torch.cuda.is_available())
+    run = Path(options.output)
+    checkpoint = _open_run(run, options, resume) if world.is_main_process else None
+    world.wait_for_everyone()
+    checkpoint = last_checkpoint(run) if resume else None
+    trainer, start, num_train = make_trainer(options, world.num_processes, track, say)
+    if checkpoint:
+        say(f"resuming from {checkpoint}")
+        trainer.args.eval_on_start = False  # the run has that number already
+    bar = ProgressCallback()
+    trainer.add_callback(bar)
+    started = time.perf_counter()
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        bar.close()
+    seconds = time.perf_counter() - started
+    _write_model(trainer, start, run / MODEL_NAME)
+    return _finish(trainer, options, run, seconds, num_train)
+
+
+def make_trainer(
+    options: TrainOptions,
+    world_size: int = 1,
+    track: Track = lambda items, _: items,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[Any, Start, int]:
+    """The trainer with model and data, ready to train; its start; and the number of examples."""
+    tokenizer = load_tokenizer(options.model)
+    with first_rank_first():
+        train_data, held_out = _data(options, tokenizer, track, say)
+    arguments = make_arguments(options, held_out is not None, world_size)
+    sharded = options.sharding == "fsdp2" and world_size > 1
+    start = start_model(options, is_empty=sharded and not is_first_rank(), track=track)
+    use_chunked_loss(_causal_lm(start.model), options.loss_chunk)
+    common = {
+        "model": start.model,
+        "args": arguments,
+        "train_dataset": train_data,
+        "eval_dataset": held_out,
+        "processing_class": tokenizer,
+        "optimizer_options": options.optimizer,
+        "saves_delta": start.saves_delta,
+    }
+    if options.stage == "cpt":
+        from transformers import default_data_collator
+
+        trainer: Any = CptTrainer(**common, data_collator=default_data_collator)
+    else:
+        trainer = sft_trainer_class()(**common)
+    _watch(trainer, options, held_out is not None)
+    share = count_trainable(start.model) / sum(p.numel() for p in start.model.parameters())
+    say(
+        f"{count_trainable(start.model):,} parameters train ({100 * share:.2f} %), "
+        f"{len(train_data):,} {'sequences' if options.stage == 'cpt' else 'examples'}"
+    )
+    return trainer, start, len(train_data)
+
+
+def _causal_lm(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def _data(
+    options: TrainOptions, tokenizer: Any, track: Track, say: Callable[[str], None]
+) -> tuple[Any, Any]:
+    if options.stage == "cpt":
+        text = prepare_text(options.data, options.model, track)
+        train_data, held_out, bad = text.train, text.held_out, text.bad_rows
+    else:
+        rows = read_instructions(options.data, tokenizer)
+        train_data, held_out, bad = rows.train, rows.held_out, rows.bad_rows
+    if bad:
+        say(f"{bad:,} bad rows were left out of the data")
+    if len(train_data) < options.batch_size:
+        raise MidusError(
+            f"the data make {len(train_data)} sequences, fewer than batch_size="
+            f"{options.batch_size}; give more data, or a smaller batch_size or data.seq_len"
+        )
+    return train_data, held_out if held_out is not None and len(held_out) else None
+
+
+def _watch(trainer: Any, options: TrainOptions, has_held_out: bool) -> None:
+    from transformers import EarlyStoppingCallback, PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)
+    run = Path(options.output)
+    length = options.data.seq_len if options.stage == "cpt" else options.max_length
+    metrics = MetricsCallback(trainer, run, options.batch_size * length)
+    trainer.extra_metrics, trainer.paused = metrics.extra, metrics.paused
+    trainer.add_callback(metrics)
+    trainer.add_callback(GuardCallback(trainer, run))
+    if options.early_stopping_patience is not None:
+        trainer.add_callback(EarlyStoppingCallback(options.early_stopping_patience))
+
+
+def _open_run(run: Path, options: TrainOptions, resume: bool) -> Path | None:
+    """Makes the run's folder, or checks that it is the same run that goes on."""
+    checkpoint = last_checkpoint(run)
+    saved = run / OPTIONS_NAME
+    if not resume and (checkpoint or (run / MODEL_NAME).exists()):
+        raise MidusError(
+            f"{run} holds a run already; pass --resume to go on with it, or choose another output"
+        )
+    if resume and checkpoint and saved.is_file():
+        _refuse_other_options(json.loads(saved.read_text()), options.to_dict(), run)
+    run.mkdir(parents=True, exist_ok=True)
+    clear_staged(run)
+    saved.write_text(json.dumps(options.to_dict(), indent=2) + "\n")
+    return checkpoint
+
+
+def _refuse_other_options(old: dict[str, Any], new: dict[str, Any], run: Path) -> None:
+    before, now = _flat(old), _flat(new)
+    for key in sorted(before.keys() | now.keys()):
+        if key not in _FREE and before.get(key) != now.get(key):
+            raise MidusError(
+                f"{run} was begun with {key}={before.get(key)!r} and not {now.get(key)!r}; resume "
+                "with the same options, or choose another output"
+            )
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {prefix.rstrip("."): values}
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.")
+    return flat
+
+
+def _write_model(trainer: Any, start: Start, target: Path) -> None:
+    """The trained model in the type of the checkpoint it came from, in one atomic step."""
+    trainer.accelerator.wait_for_everyone()
+    model = trainer._bare_model()
+    if not trainer.args.should_save:
+        write_weights(model, target, delta=start.saves_delta, keep=False)
+        return
+    with atomic_folder(target, overwrite=True, keep_others=False) as work:
+        write_weights(
+            model,
+            work,
+            delta=start.saves_delta,
+            keep=True,
+            tokenizer=trainer.processing_class,
+            dtype=start.stored_dtype,
+        )
+
+
+def _finish(
+    trainer: Any, options: TrainOptions, run: Path, seconds: float, num_train: int
+) -> TrainResult:
+    rows = read_metrics(run)
+    held_out = [row for row in rows if "eval_loss" in row]
+    losses: dict[str, float | None] = {}
+    best = trainer.state.best_global_step if options.keep_best else None
+    for name, row in (("before", held_out[:1]), ("after", _last(held_out, best))):
+        losses[f"{name}_loss"] = row[0]["eval_loss"] if row else None
+        losses[f"{name}_perplexity"] = row[0]["eval_perplexity"] if row else None
+    plot = run / "loss.png"
+    steps = trainer.state.global_step
+    tokens = rows[-1].get("tokens", 0) if rows else 0
+    if trainer.args.should_save:
+        plot_losses(rows, plot, f"{options.stage} of {options.model}, {steps:,} steps")
+        result = {
+            "steps": steps,
+            "tokens": tokens,
+            "seconds": seconds,
+            "examples": num_train,
+            "trainable": count_trainable(trainer._bare_model()),
+            **losses,
+            "conditions": conditions(),
+        }
+        (run / RESULT_NAME).write_text(json.dumps(result, indent=2) + "\n")
+    return TrainResult(run / MODEL_NAME, steps, int(tokens), seconds, losses, plot)
+
+
+def _last(rows: list[dict[str, Any]], step: int | None) -> list[dict[str, Any]]:
+    chosen = [row for row in rows if step is None or row["step"] == step]
+    return chosen[-1:]

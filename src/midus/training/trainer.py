@@ -1,0 +1,267 @@
+"""Hugging Face's trainer with the paper's optimizer, our checkpoints and an exact held-out loss.
+
+`MidusTrainerMixin` goes before `transformers.Trainer` or TRL's `SFTTrainer`; both take it as it is.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import rotate_checkpoints
+
+from midus.training.checkpoint import (
+    disk_errors_named,
+    last_checkpoint,
+    publish,
+    read_weights,
+    staged_name,
+    write_weights,
+)
+from midus.training.distributed import keep_sharding_on_cpu
+from midus.training.loss import IGNORED
+from midus.training.optim import constant_memory_schedule, parameter_groups
+from midus.training.optimizer_state import (
+    is_sharded,
+    load_optimizer,
+    save_optimizer,
+    state_file,
+)
+from midus.training.options import OptimizerOptions
+
+_SCHEDULER = "scheduler.json"
+
+
+class MidusTrainerMixin:
+    """What a run of ours does differently from the trainer it is mixed into."""
+
+    optimizer_options: OptimizerOptions
+    saves_delta: bool
+    extra_metrics: Callable[[dict[str, float], Any], dict[str, float]]
+    paused: Callable[[], AbstractContextManager[None]]
+
+    def __init__(
+        self, *args: Any, optimizer_options: OptimizerOptions, saves_delta: bool, **kwargs: Any
+    ) -> None:
+        self.optimizer_options = optimizer_options
+        self.saves_delta = saves_delta
+        self.extra_metrics = lambda logs, state: {}
+        self.paused = nullcontext
+        self.grad_norm: Any = None
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the trainer's; sharding is kept on a CPU, where accelerate would drop it."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        keep_sharding_on_cpu(self)
+
+    # --- the paper's optimizer
+
+    def create_optimizer(self: Any, model: Any = None) -> Any:
+        """AdamW (or what ``trainer.optim`` names) on the paper's groups."""
+        if self.optimizer is None:
+            options = self.optimizer_options
+            groups = parameter_groups(
+                self.model if model is None else model,
+                lr=options.lr,
+                memory_lr=options.memory_lr,
+                weight_decay=options.weight_decay,
+                constant_value_proj=options.constant_value_proj,
+            )
+            cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer = cls(groups, **{k: v for k, v in kwargs.items() if k != "lr"})
+        return self.optimizer
+
+    def create_scheduler(self: Any, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule, with the memory's rate constant."""
+        if self.lr_scheduler is None:
+            inner = optimizer or self.optimizer
+            inner = getattr(inner, "optimizer", inner)  # accelerate's wrapper
+            self.lr_scheduler = constant_memory_schedule(
+                inner,
+                num_training_steps,
+                self.optimizer_options.warmup_ratio,
+                self.optimizer_options.schedule,
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    # --- what is watched
+
+    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """With rates of every group, throughput, memory and slots."""
+        super().log({**logs, **self.extra_metrics(logs, self.state)}, *args, **kwargs)  # type: ignore[misc]
+
+    def _clip_grad_norm(self: Any, model: Any) -> Any:
+        self.grad_norm = super()._clip_grad_norm(model)  # type: ignore[misc]
+        return self.grad_norm
+
+    # --- one loss for text and instructions
+
+    def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model's own chunked loss; TRL's would ask for all logits to report accuracies."""
+        return Trainer.compute_loss(self, model, inputs, *args, **kwargs)
+
+    def evaluate(
+        self: Any,
+        eval_dataset: Any = None,
+        ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Held-out loss: the mean over all predicted tokens, however long their sequences are."""
+        with self.paused():
+            total = self._held_out_sums(self.eval_dataset if eval_dataset is None else eval_dataset)
+            mean = (total[0] / total[1].clamp_min(1)).item()
+            metrics = {
+                f"{metric_key_prefix}_loss": mean,
+                f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700.0)),
+                f"{metric_key_prefix}_tokens": total[1].item(),
+            }
+            self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    def _held_out_sums(self: Any, dataset: Any) -> Tensor:
+        """Sum of the losses and number of predicted tokens, over all ranks."""
+        model = self.model_wrapped
+        was_training = model.training
+        model.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        for inputs in self._held_out_batches(dataset):
+            count = (inputs["labels"][:, 1:] != IGNORED).sum()
+            with torch.no_grad(), self.compute_loss_context_manager():
+                loss = model(**inputs).loss
+            total += torch.stack([loss.double() * count, count.double()])
+        model.train(was_training)
+        return self.accelerator.reduce(total, "sum")  # type: ignore[no-any-return]
+
+    def _held_out_batches(self: Any, dataset: Any) -> Iterator[dict[str, Tensor]]:
+        """This rank's share; every rank has as many batches, and no sequence counts twice."""
+        rank, world, size = (
+            self.args.process_index,
+            self.args.world_size,
+            self.args.per_device_eval_batch_size,
+        )
+        mine = range(rank, math.ceil(len(dataset) / world) * world, world)
+        for start in range(0, len(mine), size):
+            indices = mine[start : start + size]
+            inputs = self.data_collator([dataset[i % len(dataset)] for i in indices])
+            for row, i in enumerate(indices):
+                if i >= len(dataset):
+                    inputs["labels"][row] = IGNORED
+            yield self._prepare_inputs(dict(inputs))
+
+    # --- checkpoints
+
+    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        """As the trainer's, written aside and renamed when whole."""
+        run = Path(self._get_output_dir(trial=trial))
+        target = run / f"checkpoint-{self.state.global_step}"
+        staged = staged_name(target)
+        self.store_flos()
+        with self.paused(), disk_errors_named(target, last_checkpoint(run)):
+            self.save_model(str(staged), _internal_call=True)
+            self._note_best(run, target)
+            if not self.args.save_only_model:
+                self._wait()
+                self._save_optimizer_and_scheduler(str(staged))
+                self._save_scaler(str(staged))
+                self._save_rng_state(str(staged))
+            if self.args.should_save:
+                self._note_callbacks()
+                self.state.save_to_json(str(staged / "trainer_state.json"))
+            self._wait()
+            if self.args.should_save:
+                publish(target)
+        self._wait()
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=str(run),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+            )
+
+    def _note_best(self: Any, run: Path, target: Path) -> None:
+        if self.state.best_global_step:
+            best = run / f"checkpoint-{self.state.best_global_step}"
+            if best == target or best.is_dir():
+                self.state.best_model_checkpoint = str(best)
+
+    def _note_callbacks(self: Any) -> None:
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                self.state.stateful_callbacks[type(callback).__name__] = callback.state()
+
+    def _wait(self: Any) -> None:
+        self.accelerator.wait_for_everyone()
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Model folder and tokenizer; no pickled training arguments."""
+        write_weights(
+            self._bare_model(),
+            Path(output_dir or self.args.output_dir),
+            delta=self.saves_delta,
+            keep=self.args.should_save,
+            tokenizer=self.processing_class,
+        )
+
+    def _bare_model(self: Any) -> Any:
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        model = self._bare_model()
+        sharded = is_sharded(model)
+        if self.args.should_save or sharded:
+            rank, world = self.args.process_index, self.args.world_size
+            path = state_file(Path(output_dir), rank, world, sharded)
+            save_optimizer(self._bare_optimizer(), model, path)
+        if self.args.should_save:
+            (Path(output_dir) / _SCHEDULER).write_text(json.dumps(_schedule(self.lr_scheduler)))
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        model = self._bare_model()
+        rank, world = self.args.process_index, self.args.world_size
+        path = state_file(Path(checkpoint), rank, world, is_sharded(model))
+        load_optimizer(self._bare_optimizer(), model, path)
+        self.lr_scheduler.load_state_dict(json.loads((Path(checkpoint) / _SCHEDULER).read_text()))
+
+    def _bare_optimizer(self: Any) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        bare = self._bare_model()
+        if hasattr(bare, "peft_config"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        else:
+            read_weights(bare, Path(resume_from_checkpoint))
+
+    def _load_best_model(self: Any) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint, self.model)
+
+
+def _schedule(scheduler: Any) -> dict[str, Any]:
+    """A schedule's state without its functions, which the options make again."""
+    scheduler = getattr(scheduler, "scheduler", scheduler)
+    state = {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"}
+    return {**state, "lr_lambdas": [None] * len(scheduler.lr_lambdas)}
+
+
+class CptTrainer(MidusTrainerMixin, Trainer):  # type: ignore[misc]  # a mixin sees it as Any
+    """Continual pre-training on packed text."""
+
+
+def sft_trainer_class() -> Any:
+    """Supervised fine-tuning; TRL is imported where it is used."""
+    from trl import SFTTrainer
+
+    return type("SftTrainer", (MidusTrainerMixin, SFTTrainer), {"__doc__": "SFT on instructions."})

@@ -1,0 +1,220 @@
+"""What a run says while it goes: a bar on terminals, lines elsewhere, metrics.jsonl always."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from midus.errors import MidusError
+from midus.training.checkpoint import last_checkpoint
+from midus.training.slots import slot_usage
+
+METRICS_NAME = "metrics.jsonl"
+_SLOT_TOKENS = 16_384
+
+
+class MetricsCallback(TrainerCallback):
+    """Adds rates, throughput, memory and slots to what is logged, and appends it to a file.
+
+    Args:
+        trainer: The trainer whose log it adds to.
+        run: Folder of the run.
+        tokens_a_step: Tokens of one optimizer step, all ranks together.
+    """
+
+    def __init__(self, trainer: Any, run: Path, tokens_a_step: int) -> None:
+        self._trainer = trainer
+        self._path = run / METRICS_NAME
+        self._tokens_a_step = tokens_a_step
+        self._clock = time.perf_counter()
+        self._clock_step = 0
+        self._rates: dict[str, float] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._clock, self._clock_step = time.perf_counter(), state.global_step
+        if state.is_world_process_zero:
+            _forget_later_steps(self._path, state.global_step)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Read before the step: afterwards the schedule has moved on.
+        for group in self._trainer.optimizer.param_groups:
+            self._rates[f"lr/{group['name']}"] = group["lr"]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves evaluations and saves out of the throughput."""
+        began = time.perf_counter()
+        yield
+        self._clock += time.perf_counter() - began
+
+    def extra(self, logs: dict[str, float], state: Any) -> dict[str, float]:
+        """What the trainer's own log lacks."""
+        extra: dict[str, float] = {"tokens": state.global_step * self._tokens_a_step}
+        if "loss" in logs:
+            steps = state.global_step - self._clock_step
+            now = time.perf_counter()
+            extra |= self._rates
+            extra["tokens_per_second"] = steps * self._tokens_a_step / (now - self._clock)
+            extra["peak_memory_gb"] = peak_memory() / 1e9
+            self._clock, self._clock_step = now, state.global_step
+        if "eval_loss" in logs:
+            extra |= self._slots()
+        return extra
+
+    def _slots(self) -> dict[str, float]:
+        trainer = self._trainer
+        model = trainer._bare_model()
+        # An adapter has no memory, a sharded model cannot be run by one rank.
+        if hasattr(model, "peft_config") or trainer.is_fsdp_enabled or not trainer.args.should_save:
+            return {}
+        usage = slot_usage(model, _some_batches(trainer))
+        logged: dict[str, float] = {}
+        for index, block in usage.items():
+            logged[f"slots_used/{index}"] = block.used
+            logged[f"slots_entropy/{index}"] = block.entropy
+        return logged
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
+    ) -> None:
+        if state.is_world_process_zero and logs:
+            line = {"step": state.global_step, **logs}
+            with self._path.open("a") as file:
+                file.write(json.dumps(line, allow_nan=False, default=float) + "\n")
+
+
+class GuardCallback(TrainerCallback):
+    """Stops at a loss or gradient that is not a number, before the weights take it in."""
+
+    def __init__(self, trainer: Any, run: Path) -> None:
+        self._trainer = trainer
+        self._run = run
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        norm = self._trainer.grad_norm
+        found = {"loss": self._trainer._tr_loss.item(), "gradient norm": 0.0}
+        if norm is not None:
+            found["gradient norm"] = float(norm)
+        for name, value in found.items():
+            if not math.isfinite(value):
+                last = last_checkpoint(self._run)
+                good = f"the last good checkpoint is {last}" if last else "none was saved before"
+                raise MidusError(
+                    f"the {name} is {value} at step {state.global_step + 1}, so the run stopped "
+                    f"before that step changed the weights; {good}: lower optimizer.lr or "
+                    "optimizer.memory_lr, or look at the data of that step"
+                )
+
+
+class ProgressCallback(TrainerCallback):
+    """A bar with loss, tokens/s and time left on a terminal; a line a log elsewhere."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+        self._latest = ""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not sys.stderr.isatty():
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import TimeRemainingColumn as Eta
+
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            Eta(),
+            TextColumn("{task.fields[said]}"),
+            console=Console(stderr=True),
+        )
+        self._bar.start()
+        self._task = self._bar.add_task(
+            "", total=state.max_steps, completed=state.global_step, said=""
+        )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=state.global_step, said=self._latest)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
+    ) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        said = _said(logs)
+        if said and self._bar is not None:
+            if "eval_loss" in logs:
+                self._bar.console.print(f"step {state.global_step}: {said}")
+            else:
+                self._latest = said
+        elif said:
+            print(f"step {state.global_step} of {state.max_steps}: {said}", file=sys.stderr)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Puts the terminal back, whatever ended the run."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _said(logs: dict[str, float]) -> str:
+    if "eval_loss" in logs:
+        return f"held-out loss {logs['eval_loss']:.4f}, perplexity {logs['eval_perplexity']:.3f}"
+    if "loss" in logs:
+        speed = (
+            f", {logs['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in logs else ""
+        )
+        return f"loss {logs['loss']:.4f}{speed}"
+    return ""
+
+
+def peak_memory() -> int:
+    """Most bytes in use so far: of the GPU where there is one, else of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _some_batches(trainer: Any) -> Any:
+    """Held-out batches up to a number of tokens."""
+    seen = 0
+    for batch in trainer._held_out_batches(trainer.eval_dataset):
+        yield batch
+        seen += batch["input_ids"].numel()
+        if seen >= _SLOT_TOKENS:
+            return
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics; a last line that a kill cut short is left out."""
+    path = run / METRICS_NAME
+    rows = []
+    for line in path.read_text().split("\n") if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def _forget_later_steps(path: Path, step: int) -> None:
+    """Drops what a killed run logged after the checkpoint it resumes from."""
+    if not path.is_file():
+        return
+    kept = [row for row in read_metrics(path.parent) if row["step"] <= step and step > 0]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept))

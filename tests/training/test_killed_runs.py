@@ -1,0 +1,61 @@
+"""`kill -9` at any moment, then `--resume`: the weights of a run nobody touched."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+from runs import make_options
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+COMMAND = [sys.executable, "-c", "from midus.cli.main import main; main()", "train"]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def write_yaml(folder, name, stage):
+    options = make_options(
+        folder, name, stage, trainer={"max_steps": 60, "save_steps": 3, "save_total_limit": 2}
+    ).to_dict()
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(options))
+    return path
+
+
+def killed(path, run, rng):
+    """Runs until a random moment after the first metrics; False if the run was done before."""
+    process = subprocess.Popen([*COMMAND, str(path), "--resume"], env=ENV, stderr=subprocess.PIPE)
+    metrics = run / "metrics.jsonl"
+    before = metrics.stat().st_mtime_ns if metrics.is_file() else 0
+    while process.poll() is None:
+        if metrics.is_file() and metrics.stat().st_mtime_ns > before:
+            time.sleep(rng.random() * 1.5)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return process.returncode == -signal.SIGKILL
+        time.sleep(0.01)
+    assert process.returncode == 0, process.stderr.read().decode()
+    return False
+
+
+@pytest.mark.parametrize("stage", ["cpt", "sft"])
+def test_killed_runs_end_with_the_weights_of_an_untouched_one(tmp_path, stage):
+    seed = random.randrange(10**6)  # drawn afresh: any moment must do
+    print(f"seed {seed}")
+    whole = write_yaml(tmp_path, "whole", stage)
+    subprocess.run([*COMMAND, str(whole)], env=ENV, check=True, capture_output=True)
+    path, rng, kills = write_yaml(tmp_path, "killed", stage), random.Random(seed), 0
+    for _ in range(3):
+        kills += killed(path, tmp_path / "killed", rng)
+    assert kills, "the run was too short to be killed"
+    subprocess.run([*COMMAND, str(path), "--resume"], env=ENV, check=True, capture_output=True)
+    name = "delta.safetensors" if stage == "cpt" else "model.safetensors"
+    a, b = (load_file(tmp_path / run / "model" / name) for run in ("whole", "killed"))
+    assert a.keys() == b.keys()
+    assert [key for key in a if not torch.equal(a[key], b[key])] == []

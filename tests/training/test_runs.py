@@ -1,0 +1,319 @@
+"""Whole runs on tiny models: they learn, they resume to the bit, they refuse what is wrong."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from runs import make_options
+from safetensors.torch import load_file
+from tiny import load
+from transformers import TrainerCallback
+
+from midus import MidusError, load_model
+from midus.models.checkpoint import is_inserted
+from midus.training import run as runs_module
+from midus.training.run import train
+from midus.training.watching import read_metrics
+
+
+def weights(run, name="model"):
+    folder = run / name
+    return load_file(next(folder.glob("*.safetensors"))) if name == "model" else load_file(folder)
+
+
+def same(a, b):
+    assert a.keys() == b.keys() and a
+    return [name for name in a if not torch.equal(a[name], b[name])]
+
+
+class Crash(Exception):
+    pass
+
+
+class CrashAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise Crash
+
+
+def crash_at(monkeypatch, step):
+    real = runs_module.make_trainer
+
+    def make_trainer(*args, **kwargs):
+        made = real(*args, **kwargs)
+        made[0].add_callback(CrashAt(step))
+        return made
+
+    monkeypatch.setattr(runs_module, "make_trainer", make_trainer)
+
+
+def test_a_run_learns_and_leaves_everything(tmp_path):
+    options = make_options(tmp_path, trainer={"report_to": "tensorboard"})
+    result = train(options)
+    assert result.steps == 12
+    assert result.tokens == 12 * 4 * 16
+    assert result.losses["after_loss"] < result.losses["before_loss"]
+    run = tmp_path / "run"
+    assert {path.name for path in run.iterdir()} >= {
+        "options.json", "metrics.jsonl", "result.json", "loss.png", "model",
+        "checkpoint-8", "checkpoint-12",
+    }  # fmt: skip
+    assert list(run.rglob("events.out.tfevents*"))
+    assert not list(run.rglob("*.bin"))  # no pickled arguments
+    assert json.loads((run / "options.json").read_text())["optimizer"]["lr"] == 1e-3
+    rows = read_metrics(run)
+    logged = next(row for row in rows if "loss" in row)
+    assert {"grad_norm", "tokens_per_second", "peak_memory_gb", "lr/memory", "lr/decay"} <= set(
+        logged
+    )
+    held_out = [row for row in rows if "eval_loss" in row]
+    assert [row["step"] for row in held_out] == [0, 4, 8, 12]
+    assert {"slots_used/1", "slots_entropy/1", "eval_perplexity"} <= set(held_out[0])
+
+
+def test_rates_are_those_of_the_step_and_the_memory_keeps_its_own(tmp_path):
+    train(make_options(tmp_path, optimizer={"lr": 1e-3, "memory_lr": 2e-2}))
+    rows = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
+    assert {row["lr/memory"] for row in rows} == {2e-2}
+    warmup = math.ceil(12 * 0.1)
+    expected = [
+        step / warmup if step < warmup
+        else 0.5 * (1 + math.cos(math.pi * (step - warmup) / (12 - warmup)))
+        for step in range(12)
+    ]  # fmt: skip
+    assert [row["lr/decay"] for row in rows] == pytest.approx([1e-3 * e for e in expected])
+
+
+def test_the_base_is_untouched_and_the_delta_loads_everywhere(tmp_path):
+    options = make_options(tmp_path)
+    result = train(options)
+    delta = weights(tmp_path / "run")
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    model = load(result.model)
+    assert all(is_inserted(name, model.config) for name in delta)
+    assert any(t.abs().sum() > 0 for n, t in delta.items() if n.endswith("latent_values"))
+    state = load_model(result.model).state_dict()
+    assert torch.equal(state["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+    assert torch.equal(state["model.layers.0.mlp.up_proj.weight"],
+                       base["model.layers.0.mlp.up_proj.weight"])  # fmt: skip
+    # The loss of the loaded model is the one the run ended with.
+    held_out = runs_module.prepare_text(options.data, options.model).held_out
+    total, count = 0.0, 0
+    for i in range(len(held_out)):
+        ids = held_out[i]["input_ids"][None]
+        logits = model(ids).logits[0, :-1].double()
+        total += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+        count += ids.shape[1] - 1
+    assert total / count == pytest.approx(result.losses["after_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", ["cpt", "sft"])
+@pytest.mark.parametrize("step", [5, 8, 11])
+def test_a_crashed_run_resumes_to_the_same_bits(tmp_path, monkeypatch, stage, step):
+    train(make_options(tmp_path, "whole", stage))
+    with monkeypatch.context() as patch:
+        crash_at(patch, step)
+        with pytest.raises(Crash):
+            train(make_options(tmp_path, "broken", stage))
+    assert not (tmp_path / "broken" / "model").exists()
+    torch.manual_seed(123)  # what the process did before must not matter
+    train(make_options(tmp_path, "broken", stage), resume=True)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "broken")) == []
+    for state in ("checkpoint-12/optimizer.safetensors",):
+        assert same(weights(tmp_path / "whole", state), weights(tmp_path / "broken", state)) == []
+    losses = [
+        [(row["step"], row["loss"]) for row in read_metrics(tmp_path / name) if "loss" in row]
+        for name in ("whole", "broken")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_resume_without_a_checkpoint_begins(tmp_path):
+    assert train(make_options(tmp_path), resume=True).steps == 12
+
+
+def test_a_finished_run_is_not_overwritten(tmp_path):
+    train(make_options(tmp_path))
+    with pytest.raises(MidusError, match="holds a run already"):
+        train(make_options(tmp_path))
+
+
+def test_resume_with_other_options_is_refused(tmp_path):
+    train(make_options(tmp_path))
+    shutil.rmtree(tmp_path / "run" / "model")
+    with pytest.raises(MidusError, match=r"begun with optimizer\.lr=0\.001 and not 0\.5"):
+        train(make_options(tmp_path, optimizer={"recipe": "short", "lr": 0.5}), resume=True)
+
+
+def test_a_half_written_checkpoint_is_never_taken(tmp_path, monkeypatch):
+    whole = train(make_options(tmp_path, "whole"))
+    from midus.training import trainer as trainer_module
+
+    real = trainer_module.publish
+
+    def publish(target):
+        if target.name == "checkpoint-8":
+            raise Crash
+        real(target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "publish", publish)
+        with pytest.raises(Crash):
+            train(make_options(tmp_path, "broken"))
+    left = [path.name for path in (tmp_path / "broken").iterdir()]
+    assert ".checkpoint-8.saving" in left
+    assert "checkpoint-8" not in left
+    again = train(make_options(tmp_path, "broken"), resume=True)
+    assert ".checkpoint-8.saving" not in [p.name for p in (tmp_path / "broken").iterdir()]
+    assert same(load_file(whole.model / "delta.safetensors"),
+                load_file(again.model / "delta.safetensors")) == []  # fmt: skip
+
+
+def test_accumulation_changes_nothing(tmp_path):
+    runs = [
+        train(make_options(tmp_path, f"by-{size}", precision="float64", batch_size=8,
+                           trainer={"per_device_train_batch_size": size, "max_steps": 6}))
+        for size in (8, 1)
+    ]  # fmt: skip
+    a, b = (load_file(run.model / "delta.safetensors") for run in runs)
+    assert a["model.layers.1.memory.values.latent_values"].dtype == torch.float64
+    assert max((a[name] - b[name]).abs().max().item() for name in a) < 1e-8
+
+
+class Poison(TrainerCallback):
+    """Makes a trained weight NaN before a step."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 6:
+            next(p for p in model.parameters() if p.requires_grad).data.fill_(math.nan)
+
+
+def test_nan_stops_the_run_and_names_the_last_good_checkpoint(tmp_path, monkeypatch):
+    real = runs_module.make_trainer
+
+    def make_trainer(*args, **kwargs):
+        made = real(*args, **kwargs)
+        made[0].add_callback(Poison())
+        return made
+
+    monkeypatch.setattr(runs_module, "make_trainer", make_trainer)
+    with pytest.raises(MidusError, match=r"loss is nan at step 7.*checkpoint-4"):
+        train(make_options(tmp_path))
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_full_disk_is_one_sentence_and_keeps_what_was_saved(tmp_path, monkeypatch):
+    from midus.training import optimizer_state, trainer
+
+    real = optimizer_state.save_file
+    saved = []
+
+    def save_file(tensors, path, header):
+        saved.append(path)
+        if len(saved) == 2:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        real(tensors, path, header)
+
+    monkeypatch.setattr(optimizer_state, "save_file", save_file)
+    assert trainer.save_optimizer is optimizer_state.save_optimizer
+    with pytest.raises(MidusError, match=r"No space left.*last good checkpoint is .*checkpoint-4"):
+        train(make_options(tmp_path))
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert "checkpoint-4" in names
+    assert not any("checkpoint-8" in name for name in names)
+
+
+def test_best_checkpoint_is_kept_and_taken(tmp_path):
+    # A rate this high makes it worse after a while.
+    options = make_options(
+        tmp_path, keep_best=True, optimizer={"lr": 1e-3, "memory_lr": 1.0},
+        trainer={"max_steps": 16, "save_steps": 2, "save_total_limit": 1},
+    )  # fmt: skip
+    result = train(options)
+    rows = {r["step"]: r["eval_loss"] for r in read_metrics(tmp_path / "run") if "eval_loss" in r}
+    best = min((s for s in rows if s), key=rows.get)
+    assert result.losses["after_loss"] == rows[best]
+    kept = weights(tmp_path / "run", f"checkpoint-{best}/delta.safetensors")
+    assert same(weights(tmp_path / "run"), kept) == []
+
+
+def test_early_stopping_stops(tmp_path):
+    options = make_options(
+        tmp_path, early_stopping_patience=2, optimizer={"lr": 0.0, "memory_lr": 0.0},
+        trainer={"max_steps": 40, "save_steps": 2},
+    )  # fmt: skip
+    assert train(options).steps < 12
+
+
+def test_fine_tuning_masks_prompts(tmp_path):
+    options = make_options(tmp_path, stage="sft")
+    trainer, start, _ = runs_module.make_trainer(options)
+    assert start.trainable == "all"
+    batch = next(iter(trainer.get_train_dataloader()))
+    labels, ids = batch["labels"], batch["input_ids"]
+    for row in range(len(labels)):
+        kept = labels[row] != -100
+        assert kept.sum() == 3  # two words and the end
+        assert ids[row][kept][-1] == 2
+        assert torch.equal(labels[row][kept], ids[row][kept])
+        assert not kept[:3].any()  # the prompt
+
+
+def test_fine_tuning_writes_a_full_checkpoint_that_learned(tmp_path):
+    result = train(make_options(tmp_path, stage="sft", optimizer={"lr": 1e-3},
+                                trainer={"max_steps": 30}))  # fmt: skip
+    assert result.losses["after_loss"] < result.losses["before_loss"]
+    assert (result.model / "model.safetensors").is_file()
+    assert load_model(result.model).config.memory_positions
+
+
+@pytest.mark.parametrize("control", ["lora", "last_layers"])
+def test_controls_train_and_resume(tmp_path, monkeypatch, control):
+    train(make_options(tmp_path, "whole", control=control))
+    with monkeypatch.context() as patch:
+        crash_at(patch, 6)
+        with pytest.raises(Crash):
+            train(make_options(tmp_path, "broken", control=control))
+    train(make_options(tmp_path, "broken", control=control), resume=True)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "broken")) == []
+
+
+@pytest.mark.parametrize("method", ["llama_pro", "base"])
+def test_other_methods_train_too(tmp_path, method):
+    result = train(make_options(tmp_path, upscale={"method": method}))
+    kind = "delta.safetensors" if method == "llama_pro" else "model.safetensors"
+    assert (result.model / kind).is_file()
+    assert result.losses["after_loss"] < result.losses["before_loss"]
+
+
+@pytest.mark.parametrize("precision", ["mixed", "pure_bf16", "float32"])
+def test_precisions_decide_the_types_of_trained_and_frozen_weights(tmp_path, precision):
+    options = make_options(tmp_path, precision=precision, trainer={"max_steps": 4})
+    trainer, start, _ = runs_module.make_trainer(options)
+    types = {p.dtype for p in start.model.parameters() if p.requires_grad}
+    assert types == {torch.bfloat16 if precision == "pure_bf16" else torch.float32}
+    trainer.train()
+    moments = {v.dtype for s in trainer.optimizer.state.values() for k, v in s.items()
+               if k != "step"}  # fmt: skip
+    assert moments == types
+
+
+def test_too_little_data_is_refused(tmp_path):
+    with pytest.raises(MidusError, match="fewer than batch_size=4096"):
+        train(make_options(tmp_path, batch_size=4096))
+
+
+def test_unknown_trainer_arguments_are_refused_with_a_hint(tmp_path):
+    with pytest.raises(MidusError, match=r"trainer\.max_step is no argument .* max_steps\?"):
+        train(make_options(tmp_path, trainer={"max_step": 3}))
+
+
+def test_batch_that_does_not_divide_is_refused(tmp_path):
+    with pytest.raises(MidusError, match="not a multiple"):
+        train(make_options(tmp_path, trainer={"per_device_train_batch_size": 3}))

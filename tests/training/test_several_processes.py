@@ -1,0 +1,72 @@
+"""Two real processes, data-parallel and sharded, compute what one computes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import make_options
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parent / "several_processes.py"
+TESTS = Path(__file__).parents[1]
+
+
+def launch(folder, name, sharding="none", processes=2, per_device=2, resume=False):
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": f"{TESTS}:{SCRIPT.parent}",
+    }
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [str(SCRIPT), str(folder), name, sharding, str(per_device)]
+    done = subprocess.run(command + ["resume"] * resume, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / name / "facts.json").read_text())
+
+
+def difference(folder, name, file):
+    a, b = load_file(folder / "one" / file), load_file(folder / name / file)
+    assert a.keys() == b.keys()
+    assert len(a) > 10
+    return max((a[key] - b[key]).abs().max().item() for key in a)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    make_options(folder)  # base and text, before several processes want them
+    facts = launch(folder, "one", processes=1, per_device=4)
+    assert facts["world_size"] == 1
+    return folder
+
+
+def test_two_data_parallel_processes_equal_one(folder):
+    facts = launch(folder, "ddp")
+    assert (facts["world_size"], facts["type"]) == (2, "DistributedType.MULTI_CPU")
+    assert facts["wrapped"] == "DistributedDataParallel"
+    assert difference(folder, "ddp", "gradients.safetensors") < 1e-10
+    assert difference(folder, "ddp", "model/delta.safetensors") < 1e-8
+
+
+def test_two_sharded_processes_equal_one_and_resume(folder):
+    facts = launch(folder, "fsdp2", sharding="fsdp2")
+    assert (facts["world_size"], facts["type"]) == (2, "DistributedType.FSDP")
+    assert facts["wrapped"].startswith("FSDP")
+    assert facts["sharded"] == facts["parameters"]
+    assert difference(folder, "fsdp2", "gradients.safetensors") < 1e-10
+    assert difference(folder, "fsdp2", "model/delta.safetensors") < 1e-8
+    run = folder / "fsdp2"
+    assert len(list((run / "checkpoint-6").glob("optimizer-*-of-00002.safetensors"))) == 2
+    for name in ("checkpoint-6", "model"):
+        shutil.rmtree(run / name)
+    launch(folder, "fsdp2", sharding="fsdp2", resume=True)
+    assert difference(folder, "fsdp2", "model/delta.safetensors") < 1e-8

@@ -1,0 +1,120 @@
+"""Options from YAML: checked, overridden, resolved."""
+
+from dataclasses import fields
+
+import pytest
+import yaml
+
+from midus import MidusError
+from midus.config import field_help
+from midus.training.options import OptimizerOptions, TrainOptions, read_options
+
+RUN = {
+    "stage": "cpt",
+    "model": "smollm2-135m",
+    "output": "runs/x",
+    "upscale": {"method": "midus", "memory": {"num_subkeys": 32}},
+    "data": {"sources": [{"path": "a.jsonl", "weight": 2}, "b.txt"]},
+    "trainer": {"max_steps": 5},
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(RUN))
+    return path
+
+
+def test_nested_options_are_read(file):
+    options = read_options(file)
+    assert options.upscale.memory.num_subkeys == 32
+    assert [source.weight for source in options.data.sources] == [2, 1.0]
+    assert options.trainer == {"max_steps": 5}
+
+
+def test_overrides_reach_everywhere_and_numbers_are_numbers(file):
+    options = read_options(
+        file,
+        [
+            "optimizer.lr=5e-5",
+            "upscale.memory.top_k=2",
+            "data.sources.0.weight=0.5",
+            "trainer.max_steps=7",
+            "upscale.positions=[1,3]",
+        ],
+    )
+    assert options.optimizer.lr == 5e-5
+    assert options.upscale.memory.top_k == 2
+    assert options.data.sources[0].weight == 0.5
+    assert options.trainer["max_steps"] == 7
+    assert options.upscale.positions == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stge=cpt", "unknown option stge"),
+        ("upscale.memory.heads=3", "unknown option upscale.memory.heads"),
+        ("optimizer.lrr=3", "unknown option optimizer.lrr"),
+        ("data.source=x", "unknown option"),
+        ("stage=rl", "stage='rl' is unknown"),
+        ("optimizer.recipe=fast", "optimizer.recipe='fast' is unknown"),
+        ("optimizer.lr=-1", "optimizer.lr=-1 must be a number"),
+        ("optimizer.lr=much", "optimizer.lr='much' must be a number"),
+        ("precision=fp8", "precision='fp8' is unknown"),
+        ("trainer.learning_rate=1", "trainer.learning_rate is said elsewhere; use optimizer.lr"),
+        ("trainer.gradient_accumulation_steps=2", "use batch_size"),
+        ("batch_size=0", "batch_size=0 must be a positive whole number"),
+        ("upscale.memory.top_k=999", "top_k=999"),
+        ("control=lora", None),
+        ("noequals", "must be a key and a value"),
+        ("data.sources.7.weight=1", "there is no '7'"),
+    ],
+)
+def test_bad_options_are_named(file, override, message):
+    if message is None:
+        assert read_options(file, [override]).control == "lora"
+        return
+    with pytest.raises(MidusError, match=message.replace(".", r"\.").replace("[", r"\[")):
+        read_options(file, [override])
+
+
+def test_control_needs_something_to_stand_against(file):
+    with pytest.raises(MidusError, match="as many trainable parameters"):
+        read_options(file, ["control=lora", "upscale=null"])
+
+
+def test_missing_options_are_named(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("stage: cpt\nmodel: m\n")
+    with pytest.raises(MidusError, match="output is missing"):
+        read_options(path)
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [", "\x00"])
+def test_files_that_are_no_options_are_refused(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(MidusError, match=r"run\.yaml"):
+        read_options(path)
+
+
+def test_resolved_options_survive_a_round_trip(file):
+    options = read_options(file)
+    assert TrainOptions.from_dict(options.to_dict()) == options
+
+
+def test_recipes_fill_what_is_not_given():
+    paper = OptimizerOptions().resolved("cpt")
+    assert (paper.lr, paper.memory_lr, paper.weight_decay) == (1e-4, 1e-4, 1e-6)
+    assert OptimizerOptions().resolved("sft").lr == 1e-5
+    short = OptimizerOptions(recipe="short", lr=2e-3).resolved("cpt")
+    assert (short.lr, short.memory_lr) == (2e-3, 1e-2)
+    given = OptimizerOptions(lr=3e-4).resolved("cpt")
+    assert given.memory_lr == 3e-4  # the paper's: the largest rate of the schedule
+
+
+@pytest.mark.parametrize("cls", [TrainOptions, OptimizerOptions])
+def test_every_option_is_explained(cls):
+    assert set(field_help(cls)) == {field.name for field in fields(cls)}
