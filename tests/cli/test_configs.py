@@ -1,7 +1,7 @@
 """Every YAML file under configs/ and every `midus train` line that names one.
 
-Lines are found in docs/reproduce.md and in the files' own headers. Each is read with its settings and
-described on the meta device; a fine-tuning line starts from the run another line makes.
+Lines are found in docs/reproduce.md and in the files' own headers. Each is read with its settings
+and described on the meta device; a fine-tuning line starts from the run another line makes.
 """
 
 import functools
@@ -211,7 +211,7 @@ def test_a_run_has_a_folder_of_its_own(line):
 def test_a_setting_that_is_not_an_option_is_an_error():
     from midus.errors import MidusError
 
-    with pytest.raises(MidusError, match="unknown option upscale.metod"):
+    with pytest.raises(MidusError, match=r"unknown option upscale\.metod"):
         Line(NAMES[0], ("upscale.metod=solar",)).options()
 
 

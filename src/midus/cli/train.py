@@ -50,7 +50,11 @@ def train(
     if before is not None and after is not None:
         console.out.print(f"held-out   perplexity {before:.3f} -> {after:.3f}")
     console.out.print(f"steps      {result.steps:,} ({result.tokens:,} tokens)")
-    console.out.print(f"written    {result.model}, {result.plot}")
+    console.out.print(f"written    {result.model}")
+    if result.plot:
+        console.out.print(f"picture    {result.plot}")
+    else:
+        console.out.print("picture    none, because matplotlib is not installed")
 
 
 def _print_plan(options: Any) -> None:

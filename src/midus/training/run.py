@@ -1,5 +1,6 @@
 """One training run from options to a better model: data, model, trainer, result."""
 
+import importlib.util
 import json
 import time
 from collections.abc import Callable
@@ -50,7 +51,8 @@ class TrainResult:
     """Of this process; a resumed run counts from its resumption."""
     losses: dict[str, float | None]
     """Held-out loss and perplexity before and after."""
-    plot: Path
+    plot: Path | None
+    """Picture of the losses; None where matplotlib is not installed."""
 
 
 def train(
@@ -229,11 +231,13 @@ def _finish(
     for name, row in (("before", held_out[:1]), ("after", _last(held_out, best))):
         losses[f"{name}_loss"] = row[0]["eval_loss"] if row else None
         losses[f"{name}_perplexity"] = row[0]["eval_perplexity"] if row else None
-    plot = run / "loss.png"
+    # A missing picture is no reason to lose the end of a run.
+    plot = run / "loss.png" if importlib.util.find_spec("matplotlib") else None
     steps = trainer.state.global_step
     tokens = rows[-1].get("tokens", 0) if rows else 0
     if trainer.args.should_save:
-        plot_losses(rows, plot, f"{options.stage} of {options.model}, {steps:,} steps")
+        if plot:
+            plot_losses(rows, plot, f"{options.stage} of {options.model}, {steps:,} steps")
         result = {
             "steps": steps,
             "tokens": tokens,

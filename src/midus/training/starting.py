@@ -180,4 +180,9 @@ def _quantized_model(options: TrainOptions, track: Track) -> tuple[Any, torch.dt
         model = loader.from_pretrained(
             folder, quantization_config=quantization, dtype=torch.bfloat16
         )
-    return model, torch.bfloat16
+        stored = _dtype_of(config)
+    # The trainer asks for adapters on a quantized model: the inserted blocks are ours. A delta goes
+    # with its base however that is loaded, so its config says nothing of 4 bits.
+    model.is_quantized = False
+    del model.config.quantization_config
+    return model, stored
