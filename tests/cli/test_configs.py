@@ -211,8 +211,8 @@ def test_a_run_has_a_folder_of_its_own(line):
 def test_a_setting_that_is_not_an_option_is_an_error():
     from midus.errors import MidusError
 
-    with pytest.raises(MidusError, match=r"unknown option upscale\.metod"):
-        Line(NAMES[0], ("upscale.metod=solar",)).options()
+    with pytest.raises(MidusError, match=r"unknown option upscale\.policy"):
+        Line(NAMES[0], ("upscale.policy=solar",)).options()
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_the_papers_recipe_of_finetuning(name, rate):
     line = Line(f"configs/{name}.yaml")
     plan = describe_line(line)
     assert {group["lr"] for group in plan["groups"]} == {rate}
-    assert plan["length"].startswith("1 epochs")
+    assert plan["length"].startswith("1 epoch;")
     assert (plan["batch_size"], line.options().data.held_out) == (64, 0)
 
 

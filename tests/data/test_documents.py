@@ -135,6 +135,19 @@ def test_sources_that_hold_nothing_are_refused(tmp_path, monkeypatch, path, part
         list_files(SourceOptions(path=path))
 
 
+def test_a_missing_package_is_one_sentence(tmp_path, monkeypatch):
+    path = packed(tmp_path / "a.jsonl.zst")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(MidusError, match=r"needs the package zstandard; run: pip install midus\["):
+        read(path)
+
+
+def test_a_parquet_file_without_the_field_is_all_bad_rows(tmp_path):
+    texts, _, bad = read(packed(tmp_path / "a.parquet"), text_field="body")
+    assert texts == []
+    assert [reason for _, _, reason in bad.named] == ["no field 'body'"] * 3
+
+
 def test_an_unknown_kind_is_refused(tmp_path):
     (tmp_path / "a.csv").write_text("text\n")
     with pytest.raises(MidusError, match=r"a\.csv is of an unknown kind; known kinds: \.jsonl"):

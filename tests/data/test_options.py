@@ -17,7 +17,7 @@ def test_a_source_may_be_a_path_alone():
     ("values", "part"),
     [
         ({"sources": "a", "seqlen": 3}, "unknown option 'seqlen' for DataOptions; known options: "),
-        ({"sources": [{"path": "a", "wieght": 3}]}, "unknown option 'wieght' for SourceOptions"),
+        ({"sources": [{"path": "a", "heft": 3}]}, "unknown option 'heft' for SourceOptions"),
         ({"sources": [{"weight": 3}]}, "has no path"),
         ({"sources": []}, "sources is empty"),
         ({}, "data has no sources"),

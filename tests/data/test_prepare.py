@@ -123,3 +123,30 @@ def test_a_tokenizer_saved_by_a_trainer_is_the_same(tmp_path, model, corpus):
     tokenizer.save_pretrained(tmp_path / "trained")
     prepared = prepare_text(options(tmp_path, str(made.path)), tmp_path / "trained")
     assert len(prepared.train) > 0
+
+
+def test_a_hub_dataset_is_tokenised_once_a_revision_and_found_again_offline(
+    tmp_path, model, monkeypatch
+):
+    import datasets
+
+    rows = [{"text": text} for text in sentences(100)]
+    loaded = []
+
+    def load_dataset(path, revision, **_):
+        loaded.append(revision)
+        return rows
+
+    def at(revision):
+        for module in ("plan", "prepare"):
+            monkeypatch.setattr(f"midus.data.{module}.hub_revision", lambda _: revision)
+        return prepare_text(options(tmp_path, "org/texts"), model).manifests[0]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert [at(revision)["sources"][0]["revision"] for revision in ("a1", "a1", "b2", None)] == [
+        "a1",
+        "a1",
+        "b2",
+        "b2",
+    ]
+    assert loaded == ["a1", "b2"]

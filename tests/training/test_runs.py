@@ -24,7 +24,8 @@ def weights(run, name="model"):
 
 
 def same(a, b):
-    assert a.keys() == b.keys() and a
+    assert a.keys() == b.keys()
+    assert a
     return [name for name in a if not torch.equal(a[name], b[name])]
 
 

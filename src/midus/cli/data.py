@@ -25,7 +25,7 @@ def _group() -> None:
 def build(
     sources: Annotated[
         list[str],
-        typer.Argument(metavar="SOURCE...", help="Files, folders, patterns or hub dataset ids."),
+        typer.Argument(metavar="SOURCE", help="Files, folders, patterns or hub dataset ids."),
     ],
     tokenizer: Annotated[str, typer.Option(help="Model whose tokenizer is used.")],
     out: Annotated[Path, typer.Option(help="Folder to make.")],

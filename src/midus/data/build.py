@@ -24,6 +24,7 @@ from midus.data.folders import check_out, working_folder
 from midus.data.merging import TooFewChosen
 from midus.data.options import SourceOptions, check_share, check_whole
 from midus.data.plan import BuildPlan, find_inputs
+from midus.data.rows import require
 from midus.data.tokens import TokenFolder
 from midus.errors import MidusError
 
@@ -77,6 +78,7 @@ def build_tokens(
     target = Path(os.path.realpath(Path(out).expanduser()))
     _check(sources, max_tokens, held_out, eval_tokens, seed, tasks, workers, shard_tokens)
     check_executor(executor, slurm)
+    require("datatrove", "tokenising text")
     check_out(target, overwrite)
     inputs = find_inputs(tuple(sources), pooled=not by_weight and max_tokens is not None)
     if by_weight and max_tokens is None and len({source.weight for source in sources}) > 1:

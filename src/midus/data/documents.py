@@ -37,7 +37,8 @@ def file_documents(
     """Documents of one file; a text file is one document."""
     if is_text_file(path):
         text_field = "text"
-    yield from texts(read_rows(path, stripe, num_stripes), str(path), text_field, bad_rows)
+    rows = read_rows(path, stripe, num_stripes, text_field)
+    yield from texts(rows, str(path), text_field, bad_rows)
 
 
 def texts(

@@ -20,6 +20,7 @@ from midus.data.rows import (
     list_files,
     read_hub_rows,
     read_rows,
+    require,
 )
 from midus.errors import MidusError
 
@@ -100,6 +101,7 @@ def read_instructions(options: DataOptions, tokenizer: Any) -> PreparedRows:
 
 
 def _dataset(rows: list[dict[str, Any]]) -> Any:
+    require("datasets", "fine-tuning")
     import datasets
 
     return datasets.Dataset.from_list(rows)

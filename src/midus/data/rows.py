@@ -5,6 +5,7 @@ and go on, and `BadRows` counts such rows and names the first of them.
 """
 
 import glob
+import importlib.util
 import io
 import json
 import re
@@ -44,6 +45,12 @@ class BadRows:
         self.count += 1
         if len(self.named) < NUM_NAMED:
             self.named.append((number, where, reason))
+
+
+def require(package: str, purpose: str) -> None:
+    """Refuses what needs a package that is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise MidusError(f"{purpose} needs the package {package}; run: pip install midus[train]")
 
 
 def is_token_folder(path: str | Path) -> bool:
@@ -89,11 +96,20 @@ def list_files(source: SourceOptions) -> list[Path]:
     return files
 
 
-def read_rows(path: Path, stripe: int = 0, num_stripes: int = 1) -> Iterator[Row]:
-    """Rows of one file; with stripes, every ``num_stripes``-th of them from ``stripe`` on."""
+def read_rows(
+    path: Path, stripe: int = 0, num_stripes: int = 1, column: str | None = None
+) -> Iterator[Row]:
+    """Rows of one file.
+
+    Args:
+        path: The file.
+        stripe: With stripes, which of the first rows to begin with.
+        num_stripes: Every how-manieth row to read.
+        column: The one field that is needed, where a file can be read by columns.
+    """
     suffix = _suffix(path) or ""
     if suffix == ".parquet":
-        rows = _parquet_rows(path)
+        rows = _parquet_rows(path, column)
     elif suffix.startswith(".jsonl"):
         rows = _json_lines(path, stripe, num_stripes)
     elif suffix.startswith(".json"):
@@ -116,6 +132,7 @@ def read_hub_rows(
     source: SourceOptions, revision: str | None, stripe: int = 0, num_stripes: int = 1
 ) -> Iterator[Row]:
     """Rows of a hub dataset, streamed."""
+    require("datasets", f"reading {source.path}")
     import datasets
 
     patterns = [part.strip() for part in source.files.split(",")] if source.files else None
@@ -134,7 +151,8 @@ def read_hub_rows(
             stream = split_dataset_by_node(stream, rank=stripe, world_size=num_stripes)
         for number, value in enumerate(stream, start=1):
             yield Row(number, value)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:
+        # The hub, its client, the network and each file format have errors of their own.
         reason = f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
         raise MidusError(
             f"{source.path} is neither local nor a hub dataset that could be read ({reason}); "
@@ -166,6 +184,7 @@ def _open(path: Path) -> Any:
 
         return lzma.open(path)
     if packing == ".zst":
+        require("zstandard", f"reading {path}")
         import zstandard
 
         # A file of several frames, as parallel packers write it, is one stream.
@@ -202,12 +221,15 @@ def _json_list(path: Path) -> Iterator[Row]:
         yield Row(number, value)
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path, column: str | None) -> Iterator[Row]:
+    require("pyarrow", f"reading {path}")
     import pyarrow.parquet
 
     number = 0
     with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=1024):
+        # Without the column all are read, and every row is named as one that lacks it.
+        columns = [column] if column in file.schema_arrow.names else None
+        for batch in file.iter_batches(batch_size=1024, columns=columns):
             for value in batch.to_pylist():
                 number += 1
                 yield Row(number, value)

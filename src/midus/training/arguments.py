@@ -73,7 +73,13 @@ def make_arguments(options: TrainOptions, has_held_out: bool, world_size: int = 
     if options.stage == "cpt":
         values["remove_unused_columns"] = False
     else:
-        values = {"packing": False, **values, "max_length": options.max_length}
+        # Examples differ in length: tokens are counted as they come, padding apart.
+        values = {
+            "packing": False,
+            "include_num_input_tokens_seen": "non_padding",
+            **values,
+            "max_length": options.max_length,
+        }
     try:
         return cls(**values)
     except (TypeError, ValueError) as error:

@@ -21,9 +21,6 @@ from midus.errors import MidusError
 from midus.models.atomic import check_space
 from midus.models.checkpoint import DELTA_NAME, is_inserted, write_surroundings
 from midus.models.delta import base_licence, write_inserted
-from midus.models.fingerprint import fingerprint
-from midus.models.record import base_of, record_of, update_record
-from midus.models.sources import resolve_source
 from midus.models.weights import Weights, fsync
 from midus.training.optimizer_state import fill_state, full_state
 
@@ -118,7 +115,6 @@ def write_weights(
             folder.mkdir(parents=True, exist_ok=True)
             check_space(folder, sum(tensor.nbytes for tensor in tensors.values()))
             config = copy.deepcopy(model.config)
-            _record_fingerprint(config)
             write_inserted(model, folder, config, tensors)
             if dtype is not None:
                 config.dtype = str(dtype).split(".")[1]
@@ -153,12 +149,3 @@ def read_weights(model: Any, folder: Path) -> None:
                 "the options the run began with"
             )
         fill_state(model, {name: weights.read(name)})
-
-
-def _record_fingerprint(config: Any) -> None:
-    """Once a run: later checkpoints of the same model find it there."""
-    known = base_of(config)
-    if record_of(config) and known.get("id") and "fingerprint" not in known:
-        weights = Weights.open_folder(resolve_source(known["id"], known.get("revision")))
-        known["fingerprint"] = fingerprint(weights, config.tie_word_embeddings)
-        update_record(config, base_model=known)

@@ -62,7 +62,8 @@ def _length(options: TrainOptions, arguments: Any, tokens_a_step: int) -> str:
     if arguments.max_steps > 0:
         total = arguments.max_steps * tokens_a_step
         return f"{arguments.max_steps:,} steps, at most {total:,} tokens"
-    epochs = f"{arguments.num_train_epochs:g} epochs"
+    count = arguments.num_train_epochs
+    epochs = f"{count:g} epoch{'' if count == 1 else 's'}"
     if options.data.max_tokens:
         steps = int(arguments.num_train_epochs * options.data.max_tokens // tokens_a_step)
         return f"{epochs}, {steps:,} steps or fewer"

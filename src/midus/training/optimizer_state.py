@@ -68,21 +68,26 @@ def load_optimizer(optimizer: Any, model: nn.Module, path: Path) -> None:
             f"{path} holds the state of other parameters than those that train here ({odd} is in "
             "one and not in the other); resume with the options the run began with"
         )
+    # A fused optimizer counts its steps on the device, any other on the CPU.
+    counts_on_device = {
+        id(parameter): bool(group.get("fused") or group.get("capturable"))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     for full_key, value in stored.items():
         key, _, name = full_key.partition("/")
         parameter = trained[name]
+        stays = key == "step" and not counts_on_device[id(parameter)]
         state = optimizer.state.setdefault(parameter, {})
-        state[key] = _placed(value, parameter, key)
+        state[key] = value if stays else _placed(value, parameter)
     for group, saved in zip(optimizer.param_groups, json.loads(header["groups"]), strict=True):
         group.update(saved)
 
 
-def _placed(value: Any, parameter: nn.Parameter, key: str) -> Any:
+def _placed(value: Any, parameter: nn.Parameter) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if value.ndim == 0 and key == "step":
-        return value  # AdamW counts on the CPU unless it is fused or capturable
-    if isinstance(parameter, DTensor):
+    if isinstance(parameter, DTensor) and value.ndim:
         return DTensor.from_local(
             value.to(parameter.to_local().device),
             parameter.device_mesh,

@@ -219,6 +219,8 @@ def _override(values: Any, override: str) -> None:
     place = values
     for part in path:
         if isinstance(place, list) and part.isdigit() and int(part) < len(place):
+            if isinstance(place[int(part)], str):
+                place[int(part)] = {"path": place[int(part)]}  # a source written as its path
             place = place[int(part)]
         elif isinstance(place, dict):
             if place.get(part) is None:
@@ -263,6 +265,8 @@ def _build(cls: type[Any], values: Any, where: str) -> Any:
         kind = next((t for t in (types[name], *get_args(types[name])) if is_dataclass(t)), None)
         if kind is DataOptions:
             made[name] = DataOptions.from_dict(_numeric(value))
+        elif kind is not None and value is None and types[name] is kind:
+            continue  # null takes the section's defaults
         elif kind is not None and value is not None:
             made[name] = _build(kind, value, f"{where}{name}.")  # type: ignore[arg-type]
         else:

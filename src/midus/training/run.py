@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from midus.data import prepare_text, read_instructions
 from midus.errors import MidusError
 from midus.models.atomic import atomic_folder
 from midus.models.loading import load_tokenizer
-from midus.reports import conditions
+from midus.reports import conditions, machine_name
 from midus.training.arguments import make_arguments
 from midus.training.checkpoint import clear_staged, last_checkpoint, write_weights
 from midus.training.distributed import first_rank_first, is_first_rank
@@ -72,7 +73,8 @@ def train(
     """
     from accelerate import PartialState
 
-    world = PartialState(cpu=not torch.cuda.is_available())
+    on_cpu = not torch.cuda.is_available() or options.trainer.get("use_cpu", False)
+    world = PartialState(cpu=on_cpu)
     run = Path(options.output)
     checkpoint = _open_run(run, options, resume) if world.is_main_process else None
     world.wait_for_everyone()
@@ -141,7 +143,10 @@ def _data(
     if options.stage == "cpt":
         text = prepare_text(options.data, options.model, track)
         train_data, held_out, bad = text.train, text.held_out, text.bad_rows
+        for note in text.notes:
+            say(note)
     else:
+        _quieten_datasets()
         rows = read_instructions(options.data, tokenizer)
         train_data, held_out, bad = rows.train, rows.held_out, rows.bad_rows
     if bad:
@@ -154,13 +159,21 @@ def _data(
     return train_data, held_out if held_out is not None and len(held_out) else None
 
 
+def _quieten_datasets() -> None:
+    """The library's bars show on terminals only, like ours."""
+    if not sys.stderr.isatty() and importlib.util.find_spec("datasets"):
+        import datasets
+
+        datasets.disable_progress_bars()
+
+
 def _watch(trainer: Any, options: TrainOptions, has_held_out: bool) -> None:
     from transformers import EarlyStoppingCallback, PrinterCallback
 
     trainer.remove_callback(PrinterCallback)
     run = Path(options.output)
-    length = options.data.seq_len if options.stage == "cpt" else options.max_length
-    metrics = MetricsCallback(trainer, run, options.batch_size * length)
+    packed = options.batch_size * options.data.seq_len
+    metrics = MetricsCallback(trainer, run, packed if options.stage == "cpt" else None)
     trainer.extra_metrics, trainer.paused = metrics.extra, metrics.paused
     trainer.add_callback(metrics)
     trainer.add_callback(GuardCallback(trainer, run))
@@ -245,10 +258,18 @@ def _finish(
             "examples": num_train,
             "trainable": count_trainable(trainer._bare_model()),
             **losses,
+            "hardware": hardware(),
             "conditions": conditions(),
         }
         (run / RESULT_NAME).write_text(json.dumps(result, indent=2) + "\n")
     return TrainResult(run / MODEL_NAME, steps, int(tokens), seconds, losses, plot)
+
+
+def hardware() -> str:
+    """The device that trained, and how many of it this machine has."""
+    if not torch.cuda.is_available():
+        return machine_name()
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
 
 
 def _last(rows: list[dict[str, Any]], step: int | None) -> list[dict[str, Any]]:

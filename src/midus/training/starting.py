@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from midus.errors import MidusError
+from midus.models.card import read_licence
 from midus.models.configuration import read_config
+from midus.models.fingerprint import fingerprint
 from midus.models.fitting import causal_lm_class
 from midus.models.loading import load_model
-from midus.models.record import inserted_positions, is_delta, record_of
-from midus.models.sources import resolve_source
+from midus.models.record import inserted_positions, is_delta, record_of, update_record
+from midus.models.sources import resolve_source, source_id
+from midus.models.weights import Weights
 from midus.training.controls import apply_control
 from midus.training.freezing import choose_trainable
 from midus.training.options import TrainOptions
@@ -69,6 +72,7 @@ def start_model(
         stored = model.dtype
         if options.upscale is not None and options.control == "none":
             model = upscale(model, options.upscale, track)
+            _record_base(model.config, options.model)
     if options.attention is not None:
         model.set_attn_implementation(options.attention)
     if options.control != "none":
@@ -87,6 +91,20 @@ def start_model(
         stored,
         saves_delta=trainable == "inserted" and bool(record_of(model.config)),
     )
+
+
+def _record_base(config: Any, source: str) -> None:
+    """What the checkpoints say of the base: the name it was asked for by, not where it lies."""
+    folder = resolve_source(source)
+    weights = Weights.open_folder(folder)
+    base_model = {
+        "id": source_id(source),
+        # The hub's cache keeps each revision in a folder of its name.
+        "revision": folder.name if folder.parent.name == "snapshots" else None,
+        "fingerprint": fingerprint(weights, config.tie_word_embeddings),
+        "licence": read_licence(folder),
+    }
+    update_record(config, base_model=base_model)
 
 
 def _cast(model: Any, precision: str) -> None:

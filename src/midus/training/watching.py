@@ -26,19 +26,20 @@ class MetricsCallback(TrainerCallback):
     Args:
         trainer: The trainer whose log it adds to.
         run: Folder of the run.
-        tokens_a_step: Tokens of one optimizer step, all ranks together.
+        tokens_a_step: Tokens of one optimizer step, all ranks together; None if they differ and
+            the trainer counts them.
     """
 
-    def __init__(self, trainer: Any, run: Path, tokens_a_step: int) -> None:
+    def __init__(self, trainer: Any, run: Path, tokens_a_step: int | None) -> None:
         self._trainer = trainer
         self._path = run / METRICS_NAME
         self._tokens_a_step = tokens_a_step
         self._clock = time.perf_counter()
-        self._clock_step = 0
+        self._clock_tokens = 0
         self._rates: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._clock, self._clock_step = time.perf_counter(), state.global_step
+        self._clock, self._clock_tokens = time.perf_counter(), self._tokens(state)
         if state.is_world_process_zero:
             _forget_later_steps(self._path, state.global_step)
 
@@ -56,17 +57,22 @@ class MetricsCallback(TrainerCallback):
 
     def extra(self, logs: dict[str, float], state: Any) -> dict[str, float]:
         """What the trainer's own log lacks."""
-        extra: dict[str, float] = {"tokens": state.global_step * self._tokens_a_step}
+        tokens = self._tokens(state)
+        extra: dict[str, float] = {"tokens": tokens}
         if "loss" in logs:
-            steps = state.global_step - self._clock_step
             now = time.perf_counter()
             extra |= self._rates
-            extra["tokens_per_second"] = steps * self._tokens_a_step / (now - self._clock)
+            extra["tokens_per_second"] = (tokens - self._clock_tokens) / (now - self._clock)
             extra["peak_memory_gb"] = peak_memory() / 1e9
-            self._clock, self._clock_step = now, state.global_step
+            self._clock, self._clock_tokens = now, tokens
         if "eval_loss" in logs:
             extra |= self._slots()
         return extra
+
+    def _tokens(self, state: Any) -> int:
+        if self._tokens_a_step is None:
+            return int(state.num_input_tokens_seen)
+        return int(state.global_step) * self._tokens_a_step
 
     def _slots(self) -> dict[str, float]:
         trainer = self._trainer
