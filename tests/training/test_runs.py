@@ -8,10 +8,17 @@ import pytest
 import torch
 from runs import make_options
 from safetensors.torch import load_file
-from tiny import load
+from tiny import fill_tables, load, save_base
 from transformers import TrainerCallback
 
-from midus import MidusError, load_model
+from midus import (
+    MemoryConfig,
+    MidusError,
+    UpscaleConfig,
+    load_model,
+    set_trainable,
+    upscale,
+)
 from midus.models.checkpoint import is_inserted
 from midus.training import run as runs_module
 from midus.training.run import train
@@ -303,6 +310,54 @@ def test_precisions_decide_the_types_of_trained_and_frozen_weights(tmp_path, pre
     moments = {v.dtype for s in trainer.optimizer.state.values() for k, v in s.items()
                if k != "step"}  # fmt: skip
     assert moments == types
+
+
+def assert_gradients_of_the_unpacked_model(trainer, model):
+    """After an evaluation, too, gradients are those of the model with its weights unpacked."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    plain = load_model(trainer.args.output_dir.replace("run", "base"))
+    plain = upscale(plain, UpscaleConfig(memory=MemoryConfig(num_subkeys=8)))
+    own = dict(model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        held = own[name]
+        value = dequantize_4bit(held.data, held.quant_state) if held.dtype == torch.uint8 else held
+        parameter.data = value.detach().float()
+    # Tables that speak, or the blocks below would hear nothing of each other.
+    for some in (model, plain):
+        fill_tables(some, scale=0.1)
+        set_trainable(some, "inserted")
+    ids = trainer.train_dataset[0]["input_ids"][None]
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=ids, labels=ids)
+    model.train()
+    for some in (model, plain):
+        some(input_ids=ids, labels=ids).loss.backward()
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None and name.startswith("model.layers.1."):
+            a, b = own[name].grad.float().flatten(), parameter.grad.flatten()
+            # bfloat16 picks another slot now and then; a cut path would leave nothing of it.
+            assert torch.cosine_similarity(a, b, dim=0) > 0.9, name
+
+
+def test_a_base_in_4_bits_trains_its_inserted_blocks(tmp_path):
+    # Widths that bitsandbytes' blocks of 64 divide.
+    save_base(tmp_path / "base", hidden_size=128, intermediate_size=256, head_dim=32)
+    options = make_options(tmp_path, load_in_4bit=True, trainer={"max_steps": 20})
+    trainer, start, _ = runs_module.make_trainer(options)
+    packed = {name for name, p in start.model.named_parameters() if p.dtype == torch.uint8}
+    assert "model.layers.0.mlp.up_proj.weight" in packed
+    assert not any(is_inserted(name, start.model.config) for name in packed)
+    assert_gradients_of_the_unpacked_model(trainer, start.model)
+    result = train(options)
+    delta = weights(tmp_path / "run")
+    assert all(is_inserted(name, start.model.config) for name in delta)
+    assert delta["model.layers.1.memory.values.latent_values"].abs().sum() > 0
+    # The delta goes with the unquantized base, too.
+    model = load(result.model)
+    assert not hasattr(model.config, "quantization_config")
+    assert model.dtype == torch.float32
 
 
 def test_too_little_data_is_refused(tmp_path):

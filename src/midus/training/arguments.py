@@ -2,8 +2,9 @@
 
 import difflib
 import importlib.util
+import os
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 
@@ -23,6 +24,7 @@ def make_arguments(options: TrainOptions, has_held_out: bool, world_size: int = 
     cls = _arguments_class(options.stage)
     trainer = dict(options.trainer)
     _refuse_unknown(trainer, cls)
+    _refuse_wrong_types(trainer, cls)
     per_device = trainer.setdefault("per_device_train_batch_size", min(8, options.batch_size))
     accumulation, rest = divmod(options.batch_size, per_device * world_size)
     if rest or not accumulation:
@@ -68,7 +70,7 @@ def make_arguments(options: TrainOptions, has_held_out: bool, world_size: int = 
             "keep_best and early_stopping_patience need held-out data; set data.held_out or "
             "data.eval_sources"
         )
-    if options.sharding == "fsdp2" and world_size > 1:
+    if options.sharding == "fsdp2" and world_size > 1 and "ACCELERATE_USE_FSDP" not in os.environ:
         values |= {"fsdp": True, "fsdp_config": {**FSDP2, **trainer.get("fsdp_config", {})}}
     if options.stage == "cpt":
         values["remove_unused_columns"] = False
@@ -105,3 +107,17 @@ def _refuse_unknown(trainer: dict[str, Any], cls: Any) -> None:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise MidusError(f"trainer.{name} is no argument of {cls.__name__}{hint}")
+
+
+def _refuse_wrong_types(trainer: dict[str, Any], cls: Any) -> None:
+    """Plain arguments only: a mapping or an enumeration is the class's own to check."""
+    plain = {int, float, bool, str, type(None)}
+    hints = get_type_hints(cls)
+    for name, value in trainer.items():
+        kinds = set(get_args(hints[name]) or [hints[name]])
+        if not kinds <= plain:
+            continue
+        wanted = kinds | ({int} if float in kinds else set())
+        if type(value) not in wanted:
+            names = " or ".join(sorted(kind.__name__ for kind in kinds - {type(None)}))
+            raise MidusError(f"trainer.{name}={value!r} must be of type {names}")

@@ -2,10 +2,11 @@
 
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ def train(
 
     on_cpu = not torch.cuda.is_available() or options.trainer.get("use_cpu", False)
     world = PartialState(cpu=on_cpu)
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        options = replace(options, sharding="fsdp2")  # as accelerate's settings say
     run = Path(options.output)
     checkpoint = _open_run(run, options, resume) if world.is_main_process else None
     world.wait_for_everyone()

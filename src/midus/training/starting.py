@@ -74,7 +74,7 @@ def start_model(
             model = upscale(model, options.upscale, track)
             _record_base(model.config, options.model)
     if options.attention is not None:
-        model.set_attn_implementation(options.attention)
+        _set_attention(model, options.attention)
     if options.control != "none":
         model = apply_control(
             model, options.control, target_count(planned_config(options)), options.seed
@@ -91,6 +91,14 @@ def start_model(
         stored,
         saves_delta=trainable == "inserted" and bool(record_of(model.config)),
     )
+
+
+def _set_attention(model: Any, name: str) -> None:
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise MidusError(f"attention={name!r} cannot be used here ({reason})") from error
 
 
 def _record_base(config: Any, source: str) -> None:
@@ -203,4 +211,8 @@ def _quantized_model(options: TrainOptions, track: Track) -> tuple[Any, torch.dt
     # with its base however that is loaded, so its config says nothing of 4 bits.
     model.is_quantized = False
     del model.config.quantization_config
+    for module in model.modules():
+        # On a CPU an evaluation would repack the weights for a product that has no gradient.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     return model, stored
