@@ -4,6 +4,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterable
+from logging import ERROR, getLogger
 from math import isfinite
 from typing import Any
 
@@ -36,6 +37,7 @@ def quieten_libraries() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    getLogger("bitsandbytes").setLevel(ERROR)
     # Warnings of ours are notes for the user: once each, without file and line.
     warnings.filterwarnings("once", category=UserWarning, module=r"midus\.")
     warnings.formatwarning = lambda message, *_, **__: f"midus: {message}\n"

@@ -1,14 +1,18 @@
 """How much of its memory a model uses: slots chosen, and how evenly, for each inserted block."""
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from midus.memory.base import MemoryLayer
+
+_LAYER = re.compile(r"layers\.(\d+)\.memory$")
 
 
 @dataclass(frozen=True)
@@ -21,48 +25,51 @@ class SlotUsage:
     """Entropy of the choices, averaged over heads, as a share of the largest, log(slots)."""
 
 
-@torch.no_grad()
-def slot_usage(model: Any, batches: Iterable[dict[str, Tensor]]) -> dict[int, SlotUsage]:
-    """Usage by layer index; empty for a model without memory.
+class SlotCounter:
+    """Counts the slots one memory layer chooses, for so many tokens."""
+
+    def __init__(self, layer: MemoryLayer, max_tokens: int) -> None:
+        device = next(layer.parameters()).device
+        self._counts = torch.zeros(layer.num_heads, layer.num_slots, device=device)
+        self._left = max_tokens
+
+    @torch.no_grad()
+    def __call__(self, layer: Any, args: tuple[Any, ...]) -> None:
+        attended: Tensor = args[0]  # [B, T, D]
+        if self._left <= 0:
+            return
+        self._left -= attended.shape[:-1].numel()
+        slot_idx, _ = layer.keys(layer.make_queries(attended))  # [B, T, H, K]
+        slots = slot_idx.flatten(0, -3).transpose(0, 1).flatten(1).long()  # [H, B * T * K]
+        self._counts.scatter_add_(1, slots, torch.ones_like(slots, dtype=self._counts.dtype))
+
+    def usage(self) -> SlotUsage:
+        """What the counts so far come to."""
+        counts = self._counts
+        shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
+        entropy = -torch.special.xlogy(shares, shares).sum(1).mean().item()
+        return SlotUsage(
+            used=(counts > 0).float().mean().item(), entropy=entropy / math.log(counts.shape[1])
+        )
+
+
+@contextmanager
+def counting_slots(model: nn.Module, max_tokens: int) -> Iterator[dict[int, SlotCounter]]:
+    """Counters by layer index, fed by whatever runs the model inside; empty without memory.
 
     Args:
-        model: A grown model, not sharded.
-        batches: Inputs of the model.
+        model: A model in evaluation mode.
+        max_tokens: How many tokens count; the search for their slots is made a second time.
     """
-    layers = {
-        index: block.memory
-        for index, block in enumerate(model.model.layers)
-        if isinstance(getattr(block, "memory", None), MemoryLayer)
-    }
-    counts = {
-        index: torch.zeros(layer.num_heads, layer.num_slots, device=model.device)
-        for index, layer in layers.items()
-    }
-    hooks = [
-        layer.register_forward_pre_hook(_counter(counts[index])) for index, layer in layers.items()
-    ]
+    counters, hooks = {}, []
+    for name, module in model.named_modules():
+        match = _LAYER.search(name)
+        if match and isinstance(module, MemoryLayer):
+            counter = SlotCounter(module, max_tokens)
+            counters[int(match[1])] = counter
+            hooks.append(module.register_forward_pre_hook(counter))
     try:
-        if layers:
-            for batch in batches:
-                model.model(input_ids=batch["input_ids"], use_cache=False)
+        yield counters
     finally:
         for hook in hooks:
             hook.remove()
-    return {index: _summary(count) for index, count in counts.items()}
-
-
-def _counter(counts: Tensor) -> Any:
-    def count(layer: Any, args: tuple[Any, ...]) -> None:
-        slot_idx, _ = layer.keys(layer.make_queries(args[0]))  # [B, T, H, K]
-        slots = slot_idx.flatten(0, -3).transpose(0, 1).flatten(1)  # [H, B * T * K]
-        counts.scatter_add_(1, slots.long(), torch.ones_like(slots, dtype=counts.dtype))
-
-    return count
-
-
-def _summary(counts: Tensor) -> SlotUsage:
-    shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
-    entropy = -torch.special.xlogy(shares, shares).sum(1).mean().item()
-    return SlotUsage(
-        used=(counts > 0).float().mean().item(), entropy=entropy / math.log(counts.shape[1])
-    )

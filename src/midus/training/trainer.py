@@ -34,8 +34,11 @@ from midus.training.optimizer_state import (
     state_file,
 )
 from midus.training.options import OptimizerOptions
+from midus.training.slots import counting_slots
 
 _SCHEDULER = "scheduler.json"
+# Of the held-out tokens, so many count for the use of slots: on each rank its own.
+_SLOT_TOKENS = 16_384
 
 
 class MidusTrainerMixin:
@@ -95,7 +98,7 @@ class MidusTrainerMixin:
     # --- what is watched
 
     def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """With rates of every group, throughput, memory and slots."""
+        """With rates of every group, throughput and memory."""
         super().log({**logs, **self.extra_metrics(logs, self.state)}, *args, **kwargs)  # type: ignore[misc]
 
     def _clip_grad_norm(self: Any, model: Any) -> Any:
@@ -115,15 +118,23 @@ class MidusTrainerMixin:
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Held-out loss: the mean over all predicted tokens, however long their sequences are."""
-        with self.paused():
-            total = self._held_out_sums(self.eval_dataset if eval_dataset is None else eval_dataset)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        with self.paused(), counting_slots(self._bare_model(), _SLOT_TOKENS) as counters:
+            total = self._held_out_sums(dataset)
             mean = (total[0] / total[1].clamp_min(1)).item()
             metrics = {
                 f"{metric_key_prefix}_loss": mean,
                 f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700.0)),
                 f"{metric_key_prefix}_tokens": total[1].item(),
             }
-            self.log(dict(metrics))
+            slots: dict[str, float] = {}
+            for index, counter in counters.items():
+                usage = counter.usage()
+                slots |= {
+                    f"slots_used/{index}": usage.used,
+                    f"slots_entropy/{index}": usage.entropy,
+                }
+            self.log({**metrics, **slots})
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )

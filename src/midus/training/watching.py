@@ -14,14 +14,12 @@ from transformers import TrainerCallback
 
 from midus.errors import MidusError
 from midus.training.checkpoint import last_checkpoint
-from midus.training.slots import slot_usage
 
 METRICS_NAME = "metrics.jsonl"
-_SLOT_TOKENS = 16_384
 
 
 class MetricsCallback(TrainerCallback):
-    """Adds rates, throughput, memory and slots to what is logged, and appends it to a file.
+    """Adds rates, throughput and memory to what is logged, and appends it to a file.
 
     Args:
         trainer: The trainer whose log it adds to.
@@ -65,27 +63,12 @@ class MetricsCallback(TrainerCallback):
             extra["tokens_per_second"] = (tokens - self._clock_tokens) / (now - self._clock)
             extra["peak_memory_gb"] = peak_memory() / 1e9
             self._clock, self._clock_tokens = now, tokens
-        if "eval_loss" in logs:
-            extra |= self._slots()
         return extra
 
     def _tokens(self, state: Any) -> int:
         if self._tokens_a_step is None:
             return int(state.num_input_tokens_seen)
         return int(state.global_step) * self._tokens_a_step
-
-    def _slots(self) -> dict[str, float]:
-        trainer = self._trainer
-        model = trainer._bare_model()
-        # An adapter has no memory, a sharded model cannot be run by one rank.
-        if hasattr(model, "peft_config") or trainer.is_fsdp_enabled or not trainer.args.should_save:
-            return {}
-        usage = slot_usage(model, _some_batches(trainer))
-        logged: dict[str, float] = {}
-        for index, block in usage.items():
-            logged[f"slots_used/{index}"] = block.used
-            logged[f"slots_entropy/{index}"] = block.entropy
-        return logged
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
@@ -194,16 +177,6 @@ def peak_memory() -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _some_batches(trainer: Any) -> Any:
-    """Held-out batches up to a number of tokens."""
-    seen = 0
-    for batch in trainer._held_out_batches(trainer.eval_dataset):
-        yield batch
-        seen += batch["input_ids"].numel()
-        if seen >= _SLOT_TOKENS:
-            return
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
