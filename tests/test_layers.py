@@ -32,6 +32,7 @@ ARROWS = {
         "midus",
         *LEAVES,
     },
+    "__main__": {"cli"},
     "midus": {"registration", "upscaling", "models", *LEAVES},
 }
 

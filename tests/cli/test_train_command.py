@@ -33,6 +33,20 @@ def test_dry_run_prints_options_groups_and_steps(midus, file, tmp_path):
     assert not (tmp_path / "cache").exists()  # no data is read either
 
 
+def test_whole_numbers_may_be_written_as_floats(midus, file):
+    result = midus("train", file, "--dry-run", "--set", "trainer.max_steps=1e2")
+    assert result.code == 0, result.err
+    assert "100 steps" in result.out
+
+
+def test_dry_run_refuses_what_the_run_would(midus, file):
+    result = midus(
+        "train", file, "--dry-run", "--set", "keep_best=true", "--set", "data.held_out=0"
+    )
+    assert result.code == 2
+    assert "need held-out data" in result.err
+
+
 def test_training_prints_what_it_came_to(midus, file, tmp_path):
     result = midus("train", file)
     assert result.code == 0, result.err
@@ -67,6 +81,9 @@ def test_the_options_a_run_saved_make_the_same_run(midus, file, tmp_path):
         (["--set", "trainer.optim=sgdd"], "sgdd"),
         (["--set", "keep_best=true", "--set", "data.held_out=0"], "need held-out data"),
         (["--set", "stage=sft"], "bad rows"),
+        (["--set", "trainer.per_device_train_batch_size=0"], "must be at least 1"),
+        (["--set", "trainer.dataloader_num_workers=-1"], "must be at least 0"),
+        (["--set", "trainer.report_to=wandb"], "wandb"),
     ],
 )
 def test_bad_input_is_one_sentence(midus, file, arguments, message):

@@ -27,9 +27,11 @@ class Gradients(TrainerCallback):
                 self.gradients[f"{state.global_step}.{name}"] = whole.clone()
 
 
-def main(folder: Path, name: str, sharding: str, per_device: int, resume: bool) -> None:
+def main(
+    folder: Path, name: str, sharding: str, per_device: int, control: str, resume: bool
+) -> None:
     options = make_options(
-        folder, name, precision="float64", sharding=sharding, batch_size=4,
+        folder, name, precision="float64", sharding=sharding, batch_size=4, control=control,
         trainer={"per_device_train_batch_size": per_device, "max_steps": 6, "save_steps": 3},
     )  # fmt: skip
     seen = {}
@@ -58,4 +60,4 @@ def main(folder: Path, name: str, sharding: str, per_device: int, resume: bool) 
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), "resume" in sys.argv)
+    main(Path(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4]), sys.argv[5], "resume" in sys.argv)

@@ -29,11 +29,19 @@ def write_yaml(folder, name, stage):
 
 
 def killed(path, run, rng):
-    """Runs until a random moment after the first metrics; False if the run was done before."""
+    """Runs until a random moment; False if the run was done before.
+
+    One time in three the moment may be before the first step, else it is after it.
+    """
     process = subprocess.Popen([*COMMAND, str(path), "--resume"], env=ENV, stderr=subprocess.PIPE)
     metrics = run / "metrics.jsonl"
     before = metrics.stat().st_mtime_ns if metrics.is_file() else 0
+    early = time.monotonic() + rng.random() * 8 if rng.random() < 1 / 3 else float("inf")
     while process.poll() is None:
+        if time.monotonic() > early:
+            process.kill()
+            process.wait()
+            return True
         if metrics.is_file() and metrics.stat().st_mtime_ns > before:
             time.sleep(rng.random() * 1.5)
             process.send_signal(signal.SIGKILL)
@@ -51,7 +59,7 @@ def test_killed_runs_end_with_the_weights_of_an_untouched_one(tmp_path, stage):
     whole = write_yaml(tmp_path, "whole", stage)
     subprocess.run([*COMMAND, str(whole)], env=ENV, check=True, capture_output=True)
     path, rng, kills = write_yaml(tmp_path, "killed", stage), random.Random(seed), 0
-    for _ in range(3):
+    for _ in range(4):
         kills += killed(path, tmp_path / "killed", rng)
     assert kills, "the run was too short to be killed"
     subprocess.run([*COMMAND, str(path), "--resume"], env=ENV, check=True, capture_output=True)

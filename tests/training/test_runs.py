@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from runs import make_options
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import fill_tables, load, save_base
 from transformers import TrainerCallback
 
@@ -18,6 +18,7 @@ from midus import (
     load_model,
     set_trainable,
     upscale,
+    upscale_checkpoint,
 )
 from midus.models.checkpoint import is_inserted
 from midus.training import run as runs_module
@@ -141,6 +142,184 @@ def test_a_crashed_run_resumes_to_the_same_bits(tmp_path, monkeypatch, stage, st
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("stage", ["cpt", "sft"])
+def test_resuming_a_finished_run_changes_nothing(tmp_path, stage):
+    options = make_options(tmp_path, stage=stage)
+    result = train(options)
+    before = weights(tmp_path / "run")
+    written = (result.model / "config.json").stat().st_mtime_ns
+    again = train(options, resume=True)
+    assert (again.steps, again.tokens, again.losses) == (12, result.tokens, result.losses)
+    assert (result.model / "config.json").stat().st_mtime_ns == written
+    # Killed after the last step and before the model was there.
+    shutil.rmtree(result.model)
+    assert train(options, resume=True).steps == 12
+    assert same(before, weights(tmp_path / "run")) == []
+    assert not (tmp_path / "run" / "checkpoint-13").exists()
+
+
+def test_a_finished_lora_run_resumes(tmp_path):
+    options = make_options(tmp_path, control="lora")
+    result = train(options)
+    before = weights(tmp_path / "run")
+    train(options, resume=True)
+    shutil.rmtree(result.model)
+    train(options, resume=True)
+    assert same(before, weights(tmp_path / "run")) == []
+
+
+def stopping(tmp_path, name):
+    """A run that stops early: at these rates nothing gets better."""
+    return make_options(
+        tmp_path, name, early_stopping_patience=3, optimizer={"lr": 0.0, "memory_lr": 0.0},
+        trainer={"max_steps": 40, "save_steps": 2},
+    )  # fmt: skip
+
+
+def test_early_stopping_goes_on_counting_after_a_crash(tmp_path, monkeypatch):
+    whole = train(stopping(tmp_path, "whole"))
+    assert whole.steps < 40
+    with monkeypatch.context() as patch:
+        crash_at(patch, whole.steps - 3)
+        with pytest.raises(Crash):
+            train(stopping(tmp_path, "broken"))
+    assert train(stopping(tmp_path, "broken"), resume=True).steps == whole.steps
+    shutil.rmtree(tmp_path / "broken" / "model")
+    assert train(stopping(tmp_path, "broken"), resume=True).steps == whole.steps
+
+
+def test_a_trained_base_is_never_left_out_of_a_checkpoint(tmp_path):
+    tuned = train(make_options(tmp_path, "tuned", "sft", optimizer={"lr": 1e-3}))
+    onward = make_options(tmp_path, "onward", model=str(tuned.model), upscale=None)
+    result = train(onward)
+    assert not (result.model / "delta.safetensors").exists()
+    a, b = load_model(tuned.model).state_dict(), load_model(result.model).state_dict()
+    changed = {name for name in a if not torch.equal(a[name], b[name])}
+    assert changed
+    assert all(is_inserted(name, load_model(tuned.model).config) for name in changed)
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_a_grown_checkpoint_goes_on_as_a_delta_of_its_base(tmp_path, delta):
+    make_options(tmp_path)
+    grown = tmp_path / "grown"
+    config = UpscaleConfig(memory=MemoryConfig(num_subkeys=8))
+    upscale_checkpoint(tmp_path / "base", grown, config, delta=delta)
+    result = train(make_options(tmp_path, model=str(grown), upscale=None))
+    assert (result.model / "delta.safetensors").is_file()
+    assert read_record(result.model) == read_record(grown) | {"is_delta": True}
+
+
+def read_record(folder):
+    return json.loads((folder / "midus.json").read_text())
+
+
+def test_results_have_the_type_and_settings_of_what_they_came_from(tmp_path):
+    base = save_base(tmp_path / "base", dtype=torch.bfloat16)
+    for stage, name in (("cpt", "delta.safetensors"), ("sft", "model.safetensors")):
+        result = train(make_options(tmp_path, stage, stage))
+        assert {t.dtype for t in load_file(result.model / name).values()} == {torch.bfloat16}
+        config = json.loads((result.model / "config.json").read_text())
+        assert config["dtype"] == "bfloat16"
+        assert config["use_cache"] == base.config.use_cache
+        assert load(result.model, dtype="auto").dtype == torch.bfloat16
+        # While it trains it is float32.
+        kept = load_file(tmp_path / stage / "checkpoint-12" / name)
+        assert torch.float32 in {tensor.dtype for tensor in kept.values()}
+
+
+def test_the_name_of_the_base_is_recorded_and_not_its_place(tmp_path, monkeypatch):
+    options = make_options(tmp_path)
+    record = read_record(train(options).model)["base_model"]
+    assert record["id"] == options.model
+    assert record["fingerprint"].startswith("sha256")
+    assert record["licence"] == {"license": "mit"}
+
+
+def test_checkpoints_of_other_numbers_of_processes_are_refused(tmp_path):
+    train(make_options(tmp_path))
+    shutil.rmtree(tmp_path / "run" / "model")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-12")
+    path = tmp_path / "run" / "checkpoint-8" / "scheduler.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"world_size": 2}))
+    with pytest.raises(MidusError, match="saved by 2 processes and this run has 1"):
+        train(make_options(tmp_path), resume=True)
+
+
+def test_what_does_not_change_the_weights_may_change(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        crash_at(patch, 9)
+        with pytest.raises(Crash):
+            train(make_options(tmp_path))
+    (tmp_path / "run" / "options.json").read_text()
+    options = make_options(tmp_path, trainer={"eval_steps": 2, "save_steps": 5, "logging_steps": 3})
+    assert train(options, resume=True).steps == 12
+
+
+def test_options_that_cannot_be_read_are_one_sentence(tmp_path):
+    train(make_options(tmp_path))
+    (tmp_path / "run" / "options.json").write_text("")
+    with pytest.raises(MidusError, match=r"options\.json cannot be read"):
+        train(make_options(tmp_path), resume=True)
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_a_gradient_that_is_none_stops_the_run(tmp_path, monkeypatch, clip):
+    class Inf(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 6:
+                parameter = next(p for p in model.parameters() if p.requires_grad)
+                parameter.register_hook(lambda grad: torch.full_like(grad, math.inf))
+
+    real = runs_module.make_trainer
+
+    def make_trainer(*args, **kwargs):
+        made = real(*args, **kwargs)
+        made[0].add_callback(Inf())
+        return made
+
+    monkeypatch.setattr(runs_module, "make_trainer", make_trainer)
+    with pytest.raises(MidusError, match=r"gradient norm is (inf|nan) at step 7.*checkpoint-4"):
+        train(make_options(tmp_path, trainer={"max_grad_norm": clip}))
+
+
+def test_a_held_out_loss_that_is_none_is_one_sentence(tmp_path):
+    make_options(tmp_path)
+    path = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"].fill_(math.nan)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(MidusError, match="held-out loss is nan at step 0"):
+        train(make_options(tmp_path))
+
+
+def test_running_statistics_and_recomputation_exclude_each_other(tmp_path):
+    memory = {"num_subkeys": 8, "query_norm": "batch"}
+    with pytest.raises(MidusError, match="count its statistics twice"):
+        train(make_options(tmp_path, upscale={"memory": memory},
+                           trainer={"gradient_checkpointing": True}))  # fmt: skip
+
+
+def test_recomputation_changes_nothing(tmp_path):
+    runs = [
+        train(make_options(tmp_path, f"gc-{on}", precision="float64", optimizer={"lr": 1e-3},
+                           trainer={"gradient_checkpointing": on, "max_steps": 4}))
+        for on in (False, True)
+    ]  # fmt: skip
+    a, b = (load_file(run.model / "delta.safetensors") for run in runs)
+    assert max((a[name] - b[name]).abs().max().item() for name in a) < 1e-12
+
+
+def test_tokens_are_counted_as_they_are_read(tmp_path):
+    # 13 sequences in steps of 4 by micro-batches of 2: three whole steps, no fourth of one.
+    options = make_options(tmp_path, data={**make_options(tmp_path).to_dict()["data"],
+                                           "max_tokens": 13 * 16},
+                           trainer={"max_steps": -1, "num_train_epochs": 2})  # fmt: skip
+    result = train(options)
+    micro_batches = 13 // 2
+    assert result.tokens == 2 * micro_batches * 2 * 16
+
+
 def test_resume_without_a_checkpoint_begins(tmp_path):
     assert train(make_options(tmp_path), resume=True).steps == 12
 
@@ -241,7 +420,7 @@ def test_best_checkpoint_is_kept_and_taken(tmp_path):
     # A rate this high makes it worse after a while.
     options = make_options(
         tmp_path, keep_best=True, optimizer={"lr": 1e-3, "memory_lr": 1.0},
-        trainer={"max_steps": 16, "save_steps": 2, "save_total_limit": 1},
+        trainer={"max_steps": 16, "eval_steps": 1, "save_steps": 8, "save_total_limit": 1},
     )  # fmt: skip
     result = train(options)
     rows = {r["step"]: r["eval_loss"] for r in read_metrics(tmp_path / "run") if "eval_loss" in r}
@@ -251,17 +430,9 @@ def test_best_checkpoint_is_kept_and_taken(tmp_path):
     assert same(weights(tmp_path / "run"), kept) == []
 
 
-def test_early_stopping_stops(tmp_path):
-    options = make_options(
-        tmp_path, early_stopping_patience=2, optimizer={"lr": 0.0, "memory_lr": 0.0},
-        trainer={"max_steps": 40, "save_steps": 2},
-    )  # fmt: skip
-    assert train(options).steps < 12
-
-
 def test_fine_tuning_masks_prompts(tmp_path):
     options = make_options(tmp_path, stage="sft")
-    trainer, start, _ = runs_module.make_trainer(options)
+    trainer, start = runs_module.make_trainer(options)
     assert start.trainable == "all"
     batch = next(iter(trainer.get_train_dataloader()))
     labels, ids = batch["labels"], batch["input_ids"]
@@ -303,7 +474,7 @@ def test_other_methods_train_too(tmp_path, method):
 @pytest.mark.parametrize("precision", ["mixed", "pure_bf16", "float32"])
 def test_precisions_decide_the_types_of_trained_and_frozen_weights(tmp_path, precision):
     options = make_options(tmp_path, precision=precision, trainer={"max_steps": 4})
-    trainer, start, _ = runs_module.make_trainer(options)
+    trainer, start = runs_module.make_trainer(options)
     types = {p.dtype for p in start.model.parameters() if p.requires_grad}
     assert types == {torch.bfloat16 if precision == "pure_bf16" else torch.float32}
     trainer.train()
@@ -345,7 +516,7 @@ def test_a_base_in_4_bits_trains_its_inserted_blocks(tmp_path):
     # Widths that bitsandbytes' blocks of 64 divide.
     save_base(tmp_path / "base", hidden_size=128, intermediate_size=256, head_dim=32)
     options = make_options(tmp_path, load_in_4bit=True, trainer={"max_steps": 20})
-    trainer, start, _ = runs_module.make_trainer(options)
+    trainer, start = runs_module.make_trainer(options)
     packed = {name for name, p in start.model.named_parameters() if p.dtype == torch.uint8}
     assert "model.layers.0.mlp.up_proj.weight" in packed
     assert not any(is_inserted(name, start.model.config) for name in packed)

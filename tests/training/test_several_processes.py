@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parent / "several_processes.py"
 TESTS = Path(__file__).parents[1]
 
 
-def launch(folder, name, sharding="none", processes=2, per_device=2, resume=False):
+def launch(folder, name, sharding="none", processes=2, per_device=2, control="none", resume=False):
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -27,14 +27,14 @@ def launch(folder, name, sharding="none", processes=2, per_device=2, resume=Fals
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(SCRIPT), str(folder), name, sharding, str(per_device)]
+    command += [str(SCRIPT), str(folder), name, sharding, str(per_device), control]
     done = subprocess.run(command + ["resume"] * resume, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / name / "facts.json").read_text())
 
 
-def difference(folder, name, file):
-    a, b = load_file(folder / "one" / file), load_file(folder / name / file)
+def difference(folder, name, file, one="one"):
+    a, b = load_file(folder / one / file), load_file(folder / name / file)
     assert a.keys() == b.keys()
     assert len(a) > 10
     return max((a[key] - b[key]).abs().max().item() for key in a)
@@ -70,3 +70,11 @@ def test_two_sharded_processes_equal_one_and_resume(folder):
         shutil.rmtree(run / name)
     launch(folder, "fsdp2", sharding="fsdp2", resume=True)
     assert difference(folder, "fsdp2", "model/delta.safetensors") < 1e-8
+
+
+def test_a_sharded_lora_run_equals_one_process(folder):
+    launch(folder, "lora", processes=1, per_device=4, control="lora")
+    facts = launch(folder, "lora-fsdp2", sharding="fsdp2", control="lora")
+    assert facts["sharded"] == facts["parameters"]
+    file = "model/adapter_model.safetensors"
+    assert difference(folder, "lora-fsdp2", file, one="lora") < 1e-8

@@ -174,6 +174,17 @@ def _refuse_changed_base(weights: Weights, state_dict: dict[str, Any], config: A
             )
 
 
+def holds_its_base(model: Any) -> bool:
+    """Whether every frozen tensor is the recorded base's; False too if that cannot be found."""
+    config = model.config
+    state_dict = {full_name(name): tensor for name, tensor in model.state_dict().items()}
+    try:
+        _refuse_changed_base(open_base(config), state_dict, config)
+    except MidusError:
+        return False
+    return True
+
+
 class _LazyTensor:
     """A stored tensor that Hugging Face's loader reads when its turn comes, like a slice."""
 

@@ -4,13 +4,24 @@ import difflib
 import importlib.util
 import os
 from dataclasses import fields
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from midus.errors import MidusError
 from midus.training.distributed import FSDP2
 from midus.training.options import TrainOptions
+
+_SMALLEST = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "dataloader_num_workers": 0,
+    "max_grad_norm": 0,
+    "logging_steps": 0,
+    "save_steps": 0,
+    "eval_steps": 0,
+}
 
 
 def make_arguments(options: TrainOptions, has_held_out: bool, world_size: int = 1) -> Any:
@@ -26,6 +37,9 @@ def make_arguments(options: TrainOptions, has_held_out: bool, world_size: int = 
     _refuse_unknown(trainer, cls)
     _refuse_wrong_types(trainer, cls)
     per_device = trainer.setdefault("per_device_train_batch_size", min(8, options.batch_size))
+    for name, smallest in _SMALLEST.items():
+        if trainer.get(name, smallest) < smallest:
+            raise MidusError(f"trainer.{name}={trainer[name]!r} must be at least {smallest}")
     accumulation, rest = divmod(options.batch_size, per_device * world_size)
     if rest or not accumulation:
         raise MidusError(
@@ -54,6 +68,10 @@ def make_arguments(options: TrainOptions, has_held_out: bool, world_size: int = 
         "use_cpu": not on_gpu,
         "disable_tqdm": True,
         "logging_nan_inf_filter": False,
+        # What the model's config says stays; the loss asks for no cache itself.
+        "use_cache": True,
+        # Examples of instructions differ in length, and padding is no token read.
+        "include_num_input_tokens_seen": "all" if options.stage == "cpt" else "non_padding",
     }
     if has_held_out:
         values = {
@@ -75,16 +93,10 @@ def make_arguments(options: TrainOptions, has_held_out: bool, world_size: int = 
     if options.stage == "cpt":
         values["remove_unused_columns"] = False
     else:
-        # Examples differ in length: tokens are counted as they come, padding apart.
-        values = {
-            "packing": False,
-            "include_num_input_tokens_seen": "non_padding",
-            **values,
-            "max_length": options.max_length,
-        }
+        values = {"packing": False, **values, "max_length": options.max_length}
     try:
         return cls(**values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ImportError, OSError) as error:
         raise MidusError(f"trainer: {str(error).splitlines()[0]}") from error
 
 
@@ -114,9 +126,12 @@ def _refuse_wrong_types(trainer: dict[str, Any], cls: Any) -> None:
     plain = {int, float, bool, str, type(None)}
     hints = get_type_hints(cls)
     for name, value in trainer.items():
-        kinds = set(get_args(hints[name]) or [hints[name]])
+        is_union = get_origin(hints[name]) in (Union, UnionType)
+        kinds = set(get_args(hints[name])) if is_union else {hints[name]}
         if not kinds <= plain:
             continue
+        if int in kinds and isinstance(value, float) and value.is_integer():
+            value = trainer[name] = int(value)  # 1e3 is a number of steps, too
         wanted = kinds | ({int} if float in kinds else set())
         if type(value) not in wanted:
             names = " or ".join(sorted(kind.__name__ for kind in kinds - {type(None)}))

@@ -5,6 +5,8 @@ The name appears when everything is on disk, so a folder of that name is whole.
 """
 
 import copy
+import json
+import math
 import os
 import re
 import shutil
@@ -18,13 +20,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from midus.errors import MidusError
-from midus.models.atomic import check_space
+from midus.models.atomic import CONFIG_NAME, check_space
 from midus.models.checkpoint import DELTA_NAME, is_inserted, write_surroundings
 from midus.models.delta import base_licence, write_inserted
 from midus.models.weights import Weights, fsync
 from midus.training.optimizer_state import fill_state, full_state
 
 _NAME = re.compile(r"checkpoint-(\d+)")
+_ADAPTER = ".lora_"
 
 
 def last_checkpoint(run: Path) -> Path | None:
@@ -55,10 +58,34 @@ def publish(target: Path) -> None:
     fsync(target.parent)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Writes a small file so that a kill or a full disk leaves the old one or the new one."""
+    aside = path.with_name(f".{path.name}.saving")
+    try:
+        aside.write_text(text)
+        fsync(aside)
+        os.replace(aside, path)
+    except OSError as error:
+        raise MidusError(f"{path} cannot be written ({error}); free some space") from error
+
+
 def clear_staged(run: Path) -> None:
     """Removes what killed saves left behind."""
     for left in run.glob(".checkpoint-*.saving"):
         shutil.rmtree(left, ignore_errors=True)
+
+
+def refuse_non_finite(found: dict[str, float], step: int, run: Path) -> None:
+    """Stops a run at a number that is none, and names what is safe."""
+    for name, value in found.items():
+        if not math.isfinite(value):
+            last = last_checkpoint(run)
+            good = f"the last good checkpoint is {last}" if last else "none was saved before"
+            raise MidusError(
+                f"the {name} is {value} at step {step}, so the run stopped before that step "
+                f"changed the weights; {good}: lower optimizer.lr or optimizer.memory_lr, or look "
+                "at the data of that step"
+            )
 
 
 @contextmanager
@@ -106,8 +133,10 @@ def write_weights(
         dtype: Type of the written tensors; default: as they train.
     """
     if hasattr(model, "peft_config"):
+        names = {name for name in model.state_dict() if _ADAPTER in name}
+        tensors = _cast(full_state(model, names, keep), dtype)
         if keep:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=tensors)
     elif delta:
         names = {name for name in model.state_dict() if is_inserted(name, model.config)}
         tensors = _cast(full_state(model, names, keep), dtype)
@@ -124,8 +153,17 @@ def write_weights(
         if keep:
             check_space(folder, sum(tensor.nbytes for tensor in tensors.values()))
             model.save_pretrained(folder, state_dict=tensors)
+            if dtype is not None:
+                _write_dtype(folder / CONFIG_NAME, dtype)
     if keep and tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def _write_dtype(path: Path, dtype: torch.dtype) -> None:
+    """The library writes the type the model trained in, not the one its tensors were cast to."""
+    values = json.loads(path.read_text())
+    values["dtype"] = str(dtype).split(".")[1]
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def _cast(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -139,7 +177,13 @@ def _cast(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Te
 
 def read_weights(model: Any, folder: Path) -> None:
     """Puts a checkpoint's weights into a model that has the right shape."""
-    delta = folder / DELTA_NAME
+    delta, adapter = folder / DELTA_NAME, folder / "adapter_model.safetensors"
+    if adapter.is_file():
+        stored = Weights.open_file(adapter)
+        # PEFT leaves the adapter's name out of its files.
+        names = {key: key.replace(".weight", ".default.weight") for key in stored}
+        fill_state(model, {name: stored.read(key) for key, name in names.items()})
+        return
     weights = Weights.open_file(delta) if delta.is_file() else Weights.open_folder(folder)
     own = model.state_dict()
     for name in weights:

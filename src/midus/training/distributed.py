@@ -33,13 +33,22 @@ def keep_sharding_on_cpu(trainer: Any) -> None:
 
 
 @contextmanager
-def first_rank_first() -> Iterator[bool]:
-    """The first process of each machine goes in before the others; yields whether this is it."""
+def first_rank_first() -> Iterator[None]:
+    """The first process of each machine goes in before the others."""
     from accelerate import PartialState
 
-    state = PartialState()
-    with state.local_main_process_first():
-        yield state.is_main_process
+    with PartialState().local_main_process_first():
+        yield
+
+
+def from_first_rank(value: Any) -> Any:
+    """What the first rank holds, on every rank."""
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
+
+    if PartialState().num_processes == 1:
+        return value
+    return broadcast_object_list([value])[0]
 
 
 def is_first_rank() -> bool:

@@ -34,7 +34,9 @@ def describe_run(options: TrainOptions, base_config: Any = None) -> dict[str, An
         options.optimizer.weight_decay or 0.0,
         options.optimizer.constant_value_proj,
     )
-    arguments = make_arguments(options, has_held_out=True)
+    arguments = make_arguments(
+        options, has_held_out=bool(options.data.held_out or options.data.eval_sources)
+    )
     length = options.data.seq_len if options.stage == "cpt" else options.max_length
     tokens = options.batch_size * length
     return {

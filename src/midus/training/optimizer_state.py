@@ -33,11 +33,15 @@ def save_optimizer(optimizer: Any, model: nn.Module, path: Path) -> None:
     """Writes the local part of the state: moments by parameter name, numbers in the header."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
+    seen: set[int] = set()
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 local = value.to_local() if isinstance(value, DTensor) else value
-                tensors[f"{key}/{name}"] = local.detach().cpu().contiguous()
+                held = local.detach().cpu().contiguous()
+                # Tables that several parameters share (8-bit optimizers) are written for each.
+                tensors[f"{key}/{name}"] = held.clone() if held.data_ptr() in seen else held
+                seen.add(held.data_ptr())
             else:
                 numbers[f"{key}/{name}"] = value
     groups = [{k: g[k] for k in _GROUP_KEYS if k in g} for g in optimizer.param_groups]

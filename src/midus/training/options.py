@@ -53,7 +53,14 @@ _OWNED = {
     "max_length": "max_length",
     "seed": "seed",
     "data_seed": "seed",
+    "adam_beta2": "optimizer.adam_beta2",
     "gradient_accumulation_steps": "batch_size",
+    "include_num_input_tokens_seen": "metrics.jsonl, which counts tokens anyway",
+    "logging_nan_inf_filter": "the guard against NaN, which is always on",
+    "remove_unused_columns": "data.row_format, which decides the columns",
+    "restore_callback_states_from_checkpoint": "--resume, which restores them anyway",
+    "save_only_model": "trainer.save_total_limit, since a checkpoint must be able to resume",
+    "use_cache": "the config of the model",
     "fsdp": "sharding",
 }
 
@@ -86,6 +93,10 @@ class OptimizerOptions:
         for name, largest in (("lr", 10), ("memory_lr", 10), ("weight_decay", 10)):
             _number(f"optimizer.{name}", getattr(self, name), 0.0, largest, optional=True)
         _number("optimizer.warmup_ratio", self.warmup_ratio, 0.0, 1.0)
+        if not isinstance(self.constant_value_proj, bool):
+            raise MidusError(
+                f"optimizer.constant_value_proj={self.constant_value_proj!r} must be true or false"
+            )
         _number("optimizer.adam_beta2", self.adam_beta2, 0.0, 1.0, optional=True)
 
     def resolved(self, stage: str) -> "OptimizerOptions":
@@ -149,12 +160,19 @@ class TrainOptions:
         for name in ("model", "output"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise MidusError(f"{name}={getattr(self, name)!r} must be a non-empty string")
+        for name in ("load_in_4bit", "keep_best"):
+            if not isinstance(getattr(self, name), bool):
+                raise MidusError(f"{name}={getattr(self, name)!r} must be true or false")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
+            raise MidusError(f"seed={self.seed!r} must be a whole number from 0")
+        if self.attention is not None and not isinstance(self.attention, str):
+            raise MidusError(f"attention={self.attention!r} must be a name such as sdpa")
         for name in ("batch_size", "loss_chunk", "max_length"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise MidusError(f"{name}={value!r} must be a positive whole number")
         patience = self.early_stopping_patience
-        if patience is not None and (not isinstance(patience, int) or patience < 1):
+        if patience is not None and (type(patience) is not int or patience < 1):
             raise MidusError(
                 f"early_stopping_patience={patience!r} must be a positive whole number"
             )

@@ -16,10 +16,16 @@ from midus.data import prepare_text, read_instructions
 from midus.errors import MidusError
 from midus.models.atomic import atomic_folder
 from midus.models.loading import load_tokenizer
+from midus.models.sources import source_id
 from midus.reports import conditions, machine_name
 from midus.training.arguments import make_arguments
-from midus.training.checkpoint import clear_staged, last_checkpoint, write_weights
-from midus.training.distributed import first_rank_first, is_first_rank
+from midus.training.checkpoint import (
+    clear_staged,
+    last_checkpoint,
+    replace_text,
+    write_weights,
+)
+from midus.training.distributed import first_rank_first, from_first_rank, is_first_rank
 from midus.training.freezing import count_trainable
 from midus.training.loss import use_chunked_loss
 from midus.training.options import TrainOptions
@@ -38,7 +44,17 @@ OPTIONS_NAME = "options.json"
 RESULT_NAME = "result.json"
 MODEL_NAME = "model"
 # What may change between a run and its continuation without changing its weights.
-_FREE = ("output", "trainer.logging_steps", "trainer.save_total_limit", "trainer.report_to")
+_FREE = (
+    "output",
+    "data.cache",
+    "trainer.dataloader_num_workers",
+    "trainer.logging_steps",
+    "trainer.per_device_eval_batch_size",
+    "trainer.report_to",
+    "trainer.run_name",
+    "trainer.save_steps",
+    "trainer.save_total_limit",
+)
 
 
 @dataclass(frozen=True)
@@ -79,23 +95,31 @@ def train(
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         options = replace(options, sharding="fsdp2")  # as accelerate's settings say
     run = Path(options.output)
-    checkpoint = _open_run(run, options, resume) if world.is_main_process else None
+    if world.is_main_process:
+        _open_run(run, options, resume)
     world.wait_for_everyone()
     checkpoint = last_checkpoint(run) if resume else None
-    trainer, start, num_train = make_trainer(options, world.num_processes, track, say)
+    trainer, start = make_trainer(options, world.num_processes, track, say)
+    started = time.perf_counter()
+    if checkpoint and trainer.take_finished(checkpoint):
+        say(f"{checkpoint} is the end of the run; nothing is left to train")
+    else:
+        _train(trainer, checkpoint, say)
+    seconds = time.perf_counter() - started
+    _write_model(trainer, start, run / MODEL_NAME)
+    return _finish(trainer, options, run, seconds)
+
+
+def _train(trainer: Any, checkpoint: Path | None, say: Callable[[str], None]) -> None:
     if checkpoint:
         say(f"resuming from {checkpoint}")
         trainer.args.eval_on_start = False  # the run has that number already
     bar = ProgressCallback()
     trainer.add_callback(bar)
-    started = time.perf_counter()
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         bar.close()
-    seconds = time.perf_counter() - started
-    _write_model(trainer, start, run / MODEL_NAME)
-    return _finish(trainer, options, run, seconds, num_train)
 
 
 def make_trainer(
@@ -103,37 +127,75 @@ def make_trainer(
     world_size: int = 1,
     track: Track = lambda items, _: items,
     say: Callable[[str], None] = lambda _: None,
-) -> tuple[Any, Start, int]:
-    """The trainer with model and data, ready to train; its start; and the number of examples."""
+) -> tuple[Any, Start]:
+    """The trainer with model and data, ready to train, and what it starts from."""
     tokenizer = load_tokenizer(options.model)
     with first_rank_first():
         train_data, held_out = _data(options, tokenizer, track, say)
     arguments = make_arguments(options, held_out is not None, world_size)
     sharded = options.sharding == "fsdp2" and world_size > 1
     start = start_model(options, is_empty=sharded and not is_first_rank(), track=track)
+    start = replace(start, saves_delta=from_first_rank(start.saves_delta))
+    _refuse_running_statistics(start.model, arguments)
     use_chunked_loss(_causal_lm(start.model), options.loss_chunk)
+    trainer = _make_trainer(options, arguments, start, train_data, held_out, tokenizer)
+    _refuse_too_few(len(trainer.train_dataset), options.batch_size)
+    if len(trainer.train_dataset) < len(train_data):
+        dropped = len(train_data) - len(trainer.train_dataset)
+        say(f"{dropped:,} examples whose prompts alone fill max_length were left out")
+    _watch(trainer, options)
+    share = count_trainable(start.model) / sum(p.numel() for p in start.model.parameters())
+    say(
+        f"{count_trainable(start.model):,} parameters train ({100 * share:.2f} %), "
+        f"{len(trainer.train_dataset):,} "
+        f"{'sequences' if options.stage == 'cpt' else 'examples'}"
+    )
+    return trainer, start
+
+
+def _make_trainer(
+    options: TrainOptions,
+    arguments: Any,
+    start: Start,
+    train_data: Any,
+    held_out: Any,
+    tokenizer: Any,
+) -> Any:
     common = {
         "model": start.model,
         "args": arguments,
         "train_dataset": train_data,
         "eval_dataset": held_out,
-        "processing_class": tokenizer,
         "optimizer_options": options.optimizer,
         "saves_delta": start.saves_delta,
+        "tokenizer": tokenizer,
     }
-    if options.stage == "cpt":
+    try:
+        if options.stage == "sft":
+            return sft_trainer_class()(**common, processing_class=tokenizer)
         from transformers import default_data_collator
 
-        trainer: Any = CptTrainer(**common, data_collator=default_data_collator)
-    else:
-        trainer = sft_trainer_class()(**common)
-    _watch(trainer, options, held_out is not None)
-    share = count_trainable(start.model) / sum(p.numel() for p in start.model.parameters())
-    say(
-        f"{count_trainable(start.model):,} parameters train ({100 * share:.2f} %), "
-        f"{len(train_data):,} {'sequences' if options.stage == 'cpt' else 'examples'}"
-    )
-    return trainer, start, len(train_data)
+        # Without the tokenizer, by which the trainer would rewrite the model's special tokens.
+        return CptTrainer(**common, data_collator=default_data_collator)
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise MidusError(f"trainer: {str(error).strip().splitlines()[0]}") from error
+
+
+def _refuse_running_statistics(model: Any, arguments: Any) -> None:
+    memory = getattr(model.config, "memory", None) or {}
+    if arguments.gradient_checkpointing and memory.get("query_norm") == "batch":
+        raise MidusError(
+            "gradient_checkpointing runs each block twice a step, and query_norm='batch' would "
+            "count its statistics twice; leave one of them out"
+        )
+
+
+def _refuse_too_few(found: int, batch_size: int) -> None:
+    if found < batch_size:
+        raise MidusError(
+            f"the data make {found} sequences, fewer than batch_size={batch_size}; give more data, "
+            "or a smaller batch_size or data.seq_len"
+        )
 
 
 def _causal_lm(model: Any) -> Any:
@@ -154,11 +216,7 @@ def _data(
         train_data, held_out, bad = rows.train, rows.held_out, rows.bad_rows
     if bad:
         say(f"{bad:,} bad rows were left out of the data")
-    if len(train_data) < options.batch_size:
-        raise MidusError(
-            f"the data make {len(train_data)} sequences, fewer than batch_size="
-            f"{options.batch_size}; give more data, or a smaller batch_size or data.seq_len"
-        )
+    _refuse_too_few(len(train_data), options.batch_size)
     return train_data, held_out if held_out is not None and len(held_out) else None
 
 
@@ -170,13 +228,12 @@ def _quieten_datasets() -> None:
         datasets.disable_progress_bars()
 
 
-def _watch(trainer: Any, options: TrainOptions, has_held_out: bool) -> None:
+def _watch(trainer: Any, options: TrainOptions) -> None:
     from transformers import EarlyStoppingCallback, PrinterCallback
 
     trainer.remove_callback(PrinterCallback)
     run = Path(options.output)
-    packed = options.batch_size * options.data.seq_len
-    metrics = MetricsCallback(trainer, run, packed if options.stage == "cpt" else None)
+    metrics = MetricsCallback(trainer, run)
     trainer.extra_metrics, trainer.paused = metrics.extra, metrics.paused
     trainer.add_callback(metrics)
     trainer.add_callback(GuardCallback(trainer, run))
@@ -184,7 +241,7 @@ def _watch(trainer: Any, options: TrainOptions, has_held_out: bool) -> None:
         trainer.add_callback(EarlyStoppingCallback(options.early_stopping_patience))
 
 
-def _open_run(run: Path, options: TrainOptions, resume: bool) -> Path | None:
+def _open_run(run: Path, options: TrainOptions, resume: bool) -> None:
     """Makes the run's folder, or checks that it is the same run that goes on."""
     checkpoint = last_checkpoint(run)
     saved = run / OPTIONS_NAME
@@ -193,17 +250,31 @@ def _open_run(run: Path, options: TrainOptions, resume: bool) -> Path | None:
             f"{run} holds a run already; pass --resume to go on with it, or choose another output"
         )
     if resume and checkpoint and saved.is_file():
-        _refuse_other_options(json.loads(saved.read_text()), options.to_dict(), run)
+        _refuse_other_options(_read_json(saved), options.to_dict(), run)
     run.mkdir(parents=True, exist_ok=True)
     clear_staged(run)
-    saved.write_text(json.dumps(options.to_dict(), indent=2) + "\n")
-    return checkpoint
+    replace_text(saved, json.dumps(options.to_dict(), indent=2) + "\n")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise MidusError(
+            f"{path} cannot be read ({error}); remove it to resume without comparing options"
+        ) from error
+    return values
 
 
 def _refuse_other_options(old: dict[str, Any], new: dict[str, Any], run: Path) -> None:
     before, now = _flat(old), _flat(new)
+    for flat in (before, now):
+        flat["model"] = source_id(flat["model"])  # one place by two names is one place
+    free = set(_FREE)
+    if not new["keep_best"] and not new["early_stopping_patience"]:
+        free.add("trainer.eval_steps")
     for key in sorted(before.keys() | now.keys()):
-        if key not in _FREE and before.get(key) != now.get(key):
+        if key not in free and before.get(key) != now.get(key):
             raise MidusError(
                 f"{run} was begun with {key}={before.get(key)!r} and not {now.get(key)!r}; resume "
                 "with the same options, or choose another output"
@@ -222,50 +293,51 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 def _write_model(trainer: Any, start: Start, target: Path) -> None:
     """The trained model in the type of the checkpoint it came from, in one atomic step."""
     trainer.accelerator.wait_for_everyone()
+    if target.is_dir():
+        return  # whole, since it has its name
     model = trainer._bare_model()
     if not trainer.args.should_save:
         write_weights(model, target, delta=start.saves_delta, keep=False)
         return
-    with atomic_folder(target, overwrite=True, keep_others=False) as work:
+    with atomic_folder(target) as work:
         write_weights(
             model,
             work,
             delta=start.saves_delta,
             keep=True,
-            tokenizer=trainer.processing_class,
+            tokenizer=trainer.tokenizer,
             dtype=start.stored_dtype,
         )
 
 
-def _finish(
-    trainer: Any, options: TrainOptions, run: Path, seconds: float, num_train: int
-) -> TrainResult:
+def _finish(trainer: Any, options: TrainOptions, run: Path, seconds: float) -> TrainResult:
     rows = read_metrics(run)
-    held_out = [row for row in rows if "eval_loss" in row]
+    steps = trainer.state.global_step
+    held_out = {row["step"]: row for row in rows if "eval_loss" in row}
     losses: dict[str, float | None] = {}
-    best = trainer.state.best_global_step if options.keep_best else None
-    for name, row in (("before", held_out[:1]), ("after", _last(held_out, best))):
-        losses[f"{name}_loss"] = row[0]["eval_loss"] if row else None
-        losses[f"{name}_perplexity"] = row[0]["eval_perplexity"] if row else None
+    end = trainer.state.best_global_step if options.keep_best else steps
+    for name, step in (("before", 0), ("after", end)):
+        row = held_out.get(step, {})
+        losses[f"{name}_loss"] = row.get("eval_loss")
+        losses[f"{name}_perplexity"] = row.get("eval_perplexity")
     # A missing picture is no reason to lose the end of a run.
     plot = run / "loss.png" if importlib.util.find_spec("matplotlib") else None
-    steps = trainer.state.global_step
-    tokens = rows[-1].get("tokens", 0) if rows else 0
+    tokens = int(trainer.state.num_input_tokens_seen)
     if trainer.args.should_save:
         if plot:
             plot_losses(rows, plot, f"{options.stage} of {options.model}, {steps:,} steps")
         result = {
             "steps": steps,
             "tokens": tokens,
-            "seconds": seconds,
-            "examples": num_train,
+            "seconds_since_start_or_resume": seconds,
+            "examples": len(trainer.train_dataset),
             "trainable": count_trainable(trainer._bare_model()),
             **losses,
             "hardware": hardware(),
             "conditions": conditions(),
         }
-        (run / RESULT_NAME).write_text(json.dumps(result, indent=2) + "\n")
-    return TrainResult(run / MODEL_NAME, steps, int(tokens), seconds, losses, plot)
+        replace_text(run / RESULT_NAME, json.dumps(result, indent=2) + "\n")
+    return TrainResult(run / MODEL_NAME, steps, tokens, seconds, losses, plot)
 
 
 def hardware() -> str:
@@ -273,8 +345,3 @@ def hardware() -> str:
     if not torch.cuda.is_available():
         return machine_name()
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-
-
-def _last(rows: list[dict[str, Any]], step: int | None) -> list[dict[str, Any]]:
-    chosen = [row for row in rows if step is None or row["step"] == step]
-    return chosen[-1:]

@@ -11,10 +11,11 @@ import torch
 from midus.errors import MidusError
 from midus.models.card import read_licence
 from midus.models.configuration import read_config
+from midus.models.delta import holds_its_base
 from midus.models.fingerprint import fingerprint
 from midus.models.fitting import causal_lm_class
 from midus.models.loading import load_model
-from midus.models.record import inserted_positions, is_delta, record_of, update_record
+from midus.models.record import inserted_positions, is_delta, update_record
 from midus.models.sources import resolve_source, source_id
 from midus.models.weights import Weights
 from midus.training.controls import apply_control
@@ -89,7 +90,7 @@ def start_model(
         model,
         trainable,
         stored,
-        saves_delta=trainable == "inserted" and bool(record_of(model.config)),
+        saves_delta=trainable == "inserted" and (is_empty or _has_its_base(model, options)),
     )
 
 
@@ -113,6 +114,13 @@ def _record_base(config: Any, source: str) -> None:
         "licence": read_licence(folder),
     }
     update_record(config, base_model=base_model)
+
+
+def _has_its_base(model: Any, options: TrainOptions) -> bool:
+    """Whether the frozen weights are the recorded base's, so that a delta loses nothing."""
+    if options.upscale is not None or is_delta(read_config(resolve_source(options.model))):
+        return True
+    return holds_its_base(model)
 
 
 def _cast(model: Any, precision: str) -> None:

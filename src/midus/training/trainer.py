@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Trainer
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import rotate_checkpoints
 
+from midus.errors import MidusError
 from midus.training.checkpoint import (
     disk_errors_named,
     last_checkpoint,
     publish,
     read_weights,
+    refuse_non_finite,
     staged_name,
     write_weights,
 )
@@ -50,10 +52,16 @@ class MidusTrainerMixin:
     paused: Callable[[], AbstractContextManager[None]]
 
     def __init__(
-        self, *args: Any, optimizer_options: OptimizerOptions, saves_delta: bool, **kwargs: Any
+        self,
+        *args: Any,
+        optimizer_options: OptimizerOptions,
+        saves_delta: bool,
+        tokenizer: Any,
+        **kwargs: Any,
     ) -> None:
         self.optimizer_options = optimizer_options
         self.saves_delta = saves_delta
+        self.tokenizer = tokenizer
         self.extra_metrics = lambda logs, state: {}
         self.paused = nullcontext
         self.grad_norm: Any = None
@@ -98,7 +106,13 @@ class MidusTrainerMixin:
     # --- what is watched
 
     def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """With rates of every group, throughput and memory."""
+        """With rates of every group, throughput and memory.
+
+        The trainer's own summary in the end is left out: after a resumption it divides the whole
+        run by the time since.
+        """
+        if "train_runtime" in logs:
+            return
         super().log({**logs, **self.extra_metrics(logs, self.state)}, *args, **kwargs)  # type: ignore[misc]
 
     def _clip_grad_norm(self: Any, model: Any) -> Any:
@@ -122,6 +136,9 @@ class MidusTrainerMixin:
         with self.paused(), counting_slots(self._bare_model(), _SLOT_TOKENS) as counters:
             total = self._held_out_sums(dataset)
             mean = (total[0] / total[1].clamp_min(1)).item()
+            refuse_non_finite(
+                {"held-out loss": mean}, self.state.global_step, Path(self.args.output_dir)
+            )
             metrics = {
                 f"{metric_key_prefix}_loss": mean,
                 f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700.0)),
@@ -221,7 +238,7 @@ class MidusTrainerMixin:
             Path(output_dir or self.args.output_dir),
             delta=self.saves_delta,
             keep=self.args.should_save,
-            tokenizer=self.processing_class,
+            tokenizer=self.tokenizer,
         )
 
     def _bare_model(self: Any) -> Any:
@@ -235,29 +252,70 @@ class MidusTrainerMixin:
             path = state_file(Path(output_dir), rank, world, sharded)
             save_optimizer(self._bare_optimizer(), model, path)
         if self.args.should_save:
-            (Path(output_dir) / _SCHEDULER).write_text(json.dumps(_schedule(self.lr_scheduler)))
+            values = {"world_size": self.args.world_size, **_schedule(self.lr_scheduler)}
+            (Path(output_dir) / _SCHEDULER).write_text(json.dumps(values))
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         model = self._bare_model()
         rank, world = self.args.process_index, self.args.world_size
+        schedule = json.loads((Path(checkpoint) / _SCHEDULER).read_text())
+        saved_by = schedule.pop("world_size")
+        if saved_by != world:
+            raise MidusError(
+                f"{checkpoint} was saved by {saved_by} processes and this run has {world}; resume "
+                "with as many"
+            )
         path = state_file(Path(checkpoint), rank, world, is_sharded(model))
         load_optimizer(self._bare_optimizer(), model, path)
-        self.lr_scheduler.load_state_dict(json.loads((Path(checkpoint) / _SCHEDULER).read_text()))
+        self.lr_scheduler.load_state_dict(schedule)
 
     def _bare_optimizer(self: Any) -> Any:
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        bare = self._bare_model()
-        if hasattr(bare, "peft_config"):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        else:
-            read_weights(bare, Path(resume_from_checkpoint))
+        read_weights(self._bare_model(), Path(resume_from_checkpoint))
 
     def _load_best_model(self: Any) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint, self.model)
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    # --- best checkpoint and early stop, through a resumption too
+
+    def _determine_best_metric(self: Any, metrics: dict[str, float], trial: Any) -> bool:
+        is_best: bool = super()._determine_best_metric(metrics, trial)  # type: ignore[misc]
+        if is_best and self.args.load_best_model_at_end:
+            self.control.should_save = True  # or the best would be gone by the next save
+        return is_best
+
+    def _init_training_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        trained = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
+        # A run may have moved since.
+        run = Path(self.args.output_dir)
+        self._note_best(run, run)
+        return trained
+
+    def _load_callback_state(self: Any) -> None:
+        """Lets callbacks go on where they were; the trainer would make them anew."""
+        for callback in self.callback_handler.callbacks:
+            stored = self.state.stateful_callbacks.get(type(callback).__name__)
+            if isinstance(callback, ExportableState) and isinstance(stored, dict):
+                for name, value in stored.get("attributes", {}).items():
+                    setattr(callback, name, value)
+
+    def take_finished(self: Any, checkpoint: Path) -> bool:
+        """Whether a checkpoint is a run's last; if so its state and weights are taken over."""
+        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        control = state.stateful_callbacks.get("TrainerControl", {}).get("args", {})
+        if state.global_step < state.max_steps and not control.get("should_training_stop"):
+            return False
+        self.state = state
+        run = Path(self.args.output_dir)
+        self._note_best(run, checkpoint)
+        best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
+        if self.args.should_save:
+            read_weights(self._bare_model(), Path(best) if best else checkpoint)
+        return True
 
 
 def _schedule(scheduler: Any) -> dict[str, Any]:

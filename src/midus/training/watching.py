@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from midus.errors import MidusError
-from midus.training.checkpoint import last_checkpoint
+from midus.training.checkpoint import refuse_non_finite, replace_text
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -24,20 +23,17 @@ class MetricsCallback(TrainerCallback):
     Args:
         trainer: The trainer whose log it adds to.
         run: Folder of the run.
-        tokens_a_step: Tokens of one optimizer step, all ranks together; None if they differ and
-            the trainer counts them.
     """
 
-    def __init__(self, trainer: Any, run: Path, tokens_a_step: int | None) -> None:
+    def __init__(self, trainer: Any, run: Path) -> None:
         self._trainer = trainer
         self._path = run / METRICS_NAME
-        self._tokens_a_step = tokens_a_step
         self._clock = time.perf_counter()
         self._clock_tokens = 0
         self._rates: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._clock, self._clock_tokens = time.perf_counter(), self._tokens(state)
+        self._clock, self._clock_tokens = time.perf_counter(), state.num_input_tokens_seen
         if state.is_world_process_zero:
             _forget_later_steps(self._path, state.global_step)
 
@@ -55,7 +51,7 @@ class MetricsCallback(TrainerCallback):
 
     def extra(self, logs: dict[str, float], state: Any) -> dict[str, float]:
         """What the trainer's own log lacks."""
-        tokens = self._tokens(state)
+        tokens = state.num_input_tokens_seen
         extra: dict[str, float] = {"tokens": tokens}
         if "loss" in logs:
             now = time.perf_counter()
@@ -64,11 +60,6 @@ class MetricsCallback(TrainerCallback):
             extra["peak_memory_gb"] = peak_memory() / 1e9
             self._clock, self._clock_tokens = now, tokens
         return extra
-
-    def _tokens(self, state: Any) -> int:
-        if self._tokens_a_step is None:
-            return int(state.num_input_tokens_seen)
-        return int(state.global_step) * self._tokens_a_step
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
@@ -87,19 +78,18 @@ class GuardCallback(TrainerCallback):
         self._run = run
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        norm = self._trainer.grad_norm
-        found = {"loss": self._trainer._tr_loss.item(), "gradient norm": 0.0}
-        if norm is not None:
-            found["gradient norm"] = float(norm)
-        for name, value in found.items():
-            if not math.isfinite(value):
-                last = last_checkpoint(self._run)
-                good = f"the last good checkpoint is {last}" if last else "none was saved before"
-                raise MidusError(
-                    f"the {name} is {value} at step {state.global_step + 1}, so the run stopped "
-                    f"before that step changed the weights; {good}: lower optimizer.lr or "
-                    "optimizer.memory_lr, or look at the data of that step"
-                )
+        trainer = self._trainer
+        norm = trainer.grad_norm
+        if norm is None:  # gradients are not clipped
+            norm = _gradient_norm(trainer.model)
+        found = {"loss": trainer._tr_loss.item(), "gradient norm": float(norm)}
+        refuse_non_finite(found, state.global_step + 1, self._run)
+
+
+def _gradient_norm(model: Any) -> float:
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+    return math.sqrt(sum(grad.float().square().sum().item() for grad in local))
 
 
 class ProgressCallback(TrainerCallback):
@@ -196,4 +186,4 @@ def _forget_later_steps(path: Path, step: int) -> None:
     if not path.is_file():
         return
     kept = [row for row in read_metrics(path.parent) if row["step"] <= step and step > 0]
-    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
