@@ -310,6 +310,13 @@ def test_recomputation_changes_nothing(tmp_path):
     assert max((a[name] - b[name]).abs().max().item() for name in a) < 1e-12
 
 
+def test_no_more_text_is_tokenised_than_the_steps_read(tmp_path):
+    train(make_options(tmp_path, trainer={"max_steps": 4}))
+    (manifest,) = (tmp_path / "cache").glob("*/manifest.json")
+    stored = json.loads(manifest.read_text())["splits"]["train"]["tokens"]
+    assert 4 * 4 * 16 <= stored <= 4 * 4 * 16 + 2 * 16
+
+
 def test_tokens_are_counted_as_they_are_read(tmp_path):
     # 13 sequences in steps of 4 by micro-batches of 2: three whole steps, no fourth of one.
     options = make_options(tmp_path, data={**make_options(tmp_path).to_dict()["data"],

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from midus.data import prepare_text, read_instructions
+from midus.data import DataOptions, prepare_text, read_instructions
 from midus.errors import MidusError
 from midus.models.atomic import atomic_folder
 from midus.models.loading import load_tokenizer
@@ -206,7 +206,7 @@ def _data(
     options: TrainOptions, tokenizer: Any, track: Track, say: Callable[[str], None]
 ) -> tuple[Any, Any]:
     if options.stage == "cpt":
-        text = prepare_text(options.data, options.model, track)
+        text = prepare_text(_enough(options), options.model, track)
         train_data, held_out, bad = text.train, text.held_out, text.bad_rows
         for note in text.notes:
             say(note)
@@ -218,6 +218,14 @@ def _data(
         say(f"{bad:,} bad rows were left out of the data")
     _refuse_too_few(len(train_data), options.batch_size)
     return train_data, held_out if held_out is not None and len(held_out) else None
+
+
+def _enough(options: TrainOptions) -> DataOptions:
+    """No more text than the steps read, so that a large corpus is not tokenised for a short run."""
+    steps = options.trainer.get("max_steps", -1)
+    if options.data.max_tokens is not None or steps <= 0:
+        return options.data
+    return replace(options.data, max_tokens=int(steps) * options.batch_size * options.data.seq_len)
 
 
 def _quieten_datasets() -> None:
