@@ -22,9 +22,9 @@ demo: $(INSTALLED)
 	$(BIN)/midus verify smollm2-135m $(DEMO)/grown
 	$(BIN)/midus train configs/demo.yaml
 	@echo "--- before:"
-	@$(BIN)/midus generate $(DEMO)/grown --prompt $(PROMPT) --max-new-tokens 60
+	@$(BIN)/midus generate $(DEMO)/grown --prompt $(PROMPT) --max-new-tokens 60 --temperature 0.8
 	@echo "--- after:"
-	@$(BIN)/midus generate $(DEMO)/model --prompt $(PROMPT) --max-new-tokens 60
+	@$(BIN)/midus generate $(DEMO)/model --prompt $(PROMPT) --max-new-tokens 60 --temperature 0.8
 	@echo "--- $(DEMO): the delta in model/, metrics.jsonl, loss.png"
 
 test: check unit wheel
