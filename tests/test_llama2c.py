@@ -208,7 +208,7 @@ def test_stories15m_tells_a_story(stories):
     inputs = tokenizer("Once upon a time", return_tensors="pt")
     out = model.generate(**inputs, max_new_tokens=40, do_sample=False)
     text = tokenizer.decode(out[0], skip_special_tokens=True)
-    # What llama2.c prints at temperature 0.
+    # A story, and not the word salad that unpermuted queries and keys would give.
     assert text.startswith(
         "Once upon a time, there was a little girl named Lily. She loved to play outside in the "
         "sunshine. One day, she saw a big, red ball in the sky."

@@ -50,15 +50,20 @@ class CrashAt(TrainerCallback):
             raise Crash
 
 
-def crash_at(monkeypatch, step):
+def add_callback(monkeypatch, callback):
+    """Gives the next runs a callback of the test's own."""
     real = runs_module.make_trainer
 
     def make_trainer(*args, **kwargs):
         made = real(*args, **kwargs)
-        made[0].add_callback(CrashAt(step))
+        made[0].add_callback(callback)
         return made
 
     monkeypatch.setattr(runs_module, "make_trainer", make_trainer)
+
+
+def crash_at(monkeypatch, step):
+    add_callback(monkeypatch, CrashAt(step))
 
 
 def test_a_run_learns_and_leaves_everything(tmp_path):
@@ -271,14 +276,7 @@ def test_a_gradient_that_is_none_stops_the_run(tmp_path, monkeypatch, clip):
                 parameter = next(p for p in model.parameters() if p.requires_grad)
                 parameter.register_hook(lambda grad: torch.full_like(grad, math.inf))
 
-    real = runs_module.make_trainer
-
-    def make_trainer(*args, **kwargs):
-        made = real(*args, **kwargs)
-        made[0].add_callback(Inf())
-        return made
-
-    monkeypatch.setattr(runs_module, "make_trainer", make_trainer)
+    add_callback(monkeypatch, Inf())
     with pytest.raises(MidusError, match=r"gradient norm is (inf|nan) at step 7.*checkpoint-4"):
         train(make_options(tmp_path, trainer={"max_grad_norm": clip}))
 
@@ -388,14 +386,7 @@ class Poison(TrainerCallback):
 
 
 def test_nan_stops_the_run_and_names_the_last_good_checkpoint(tmp_path, monkeypatch):
-    real = runs_module.make_trainer
-
-    def make_trainer(*args, **kwargs):
-        made = real(*args, **kwargs)
-        made[0].add_callback(Poison())
-        return made
-
-    monkeypatch.setattr(runs_module, "make_trainer", make_trainer)
+    add_callback(monkeypatch, Poison())
     with pytest.raises(MidusError, match=r"loss is nan at step 7.*checkpoint-4"):
         train(make_options(tmp_path))
     assert not (tmp_path / "run" / "model").exists()
