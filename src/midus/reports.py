@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import os
 import platform
 import subprocess
@@ -44,6 +45,56 @@ def write_result(path: Path, rows: list[dict[str, Any]], hardware: str) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def write_analysis(
+    path: Path,
+    kind: str,
+    model: str | None,
+    model_id: str | None,
+    hardware: str,
+    figures: list[str],
+    values: dict[str, Any],
+) -> None:
+    """Writes one JSON object about a model, aside and then renamed.
+
+    Args:
+        path: File to write.
+        kind: What it is, such as ``midus.heads``; readers go by it.
+        model: The model as the user gave it, or None where there is none.
+        model_id: What it is, byte for byte.
+        hardware: Where it ran.
+        figures: Names of the pictures beside the file.
+        values: Everything else.
+    """
+    shared = conditions()
+    result = {
+        "kind": kind,
+        "model": model,
+        "model_id": model_id,
+        "hardware": hardware,
+        "versions": {**shared["versions"], "python": shared["python"]},
+        **{name: shared[name] for name in ("commit", "date", "command")},
+        "figures": figures,
+        **values,
+    }
+    write_json(path, result)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON aside and renames it; a number JSON cannot hold (infinity, NaN) is null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
+    aside.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _commit() -> str | None:

@@ -1,16 +1,20 @@
 """What the commands print: progress on stderr, results on stdout."""
 
+import io
 import json
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from logging import ERROR, getLogger
 from math import isfinite
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import track as rich_track
 from rich.table import Table
+from rich.text import Text
 
 _COLOURS = {"base": "", "memory": "bold magenta", "copy": "bold cyan"}
 
@@ -29,6 +33,32 @@ def track(items: Iterable[Any], description: str) -> Iterable[Any]:
         disable=not sys.stderr.isatty(),
         transient=True,
     )
+
+
+@contextmanager
+def without_foreign_bars() -> Iterator[None]:
+    """Keeps bars that libraries draw on stderr out of files; on terminals they stay."""
+    if sys.stderr.isatty():
+        yield
+        return
+    with redirect_stderr(cast("TextIO", _NoBars(sys.stderr))):
+        yield
+
+
+class _NoBars(io.TextIOBase):
+    """Drops what overwrites its own line, which is what bars do, and the end of such a line."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._dropped = False
+
+    def write(self, text: str) -> int:
+        is_bar = "\r" in text or (self._dropped and text == "\n")
+        self._dropped = is_bar
+        return len(text) if is_bar else self._file.write(text)
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def quieten_libraries() -> None:
@@ -116,6 +146,62 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     out.print(table)
+
+
+def short_names(models: list[str]) -> list[str]:
+    """Names that fit over a column: the ends of paths, as long as it takes to tell them apart."""
+    parts = [[part for part in model.split("/") if part] or [model] for model in models]
+    for length in range(1, 5):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(set(models)) and not set(names) & {"model"}:
+            return names
+    return models
+
+
+def print_scores(
+    suite: Any,
+    lines: list[Any],
+    models: list[Any],
+    paper: list[Any],
+    missing: dict[str, str],
+    limit: int | None,
+) -> None:
+    """Tasks down, models across, best in bold, the paper in columns of its own."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("task", no_wrap=True)
+    table.add_column("shots", justify="right", no_wrap=True)
+    table.add_column("metric", no_wrap=True)
+    names = short_names([model.model for model in models])
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in paper:
+        table.add_column(f"paper: {row.method}", justify="right", style="dim", no_wrap=True)
+    for line in lines:
+        printed = ["" if value is None else f"{value:.2f}" for value in line.paper]
+        cells = [
+            Text(cell.text(line.percent), style="bold" if cell.is_best else "")
+            for cell in line.cells
+        ]
+        shots = "" if line.shots is None else str(line.shots)
+        arrow = "" if line.higher_is_better else " ↓"
+        table.add_row(line.label, shots, line.metric + arrow, *cells, *printed)
+    out.print(f"{suite.name}: {suite.about}", style="bold")
+    # A table that is wider than the terminal is better than numbers cut in two.
+    table.width = Measurement.get(out, out.options.update(width=1000), table).maximum
+    out.print(table)
+    for name, model in zip(names, models, strict=True):
+        if name != model.model:
+            out.print(f"{name} is {model.model}", style="dim")
+    for where in dict.fromkeys((row.backbone, row.stage) for row in paper):
+        out.print(f"the paper's numbers are those of {where[0]} after {where[1]}", style="dim")
+    if limit:
+        out.print(f"the first {limit} documents of each task only", style="yellow")
+    if missing:
+        out.print(
+            f"partial: {len(missing)} of {len(suite.columns)} columns are missing", style="yellow"
+        )
+    for name, reason in missing.items():
+        out.print(f"  {name}: {reason}", style="yellow")
 
 
 def print_rows(title: str, rows: list[dict[str, Any]]) -> None:

@@ -173,7 +173,8 @@ def _suffix(path: Path) -> str | None:
     return next((s for s in SUFFIXES if path.name.lower().endswith(s)), None)
 
 
-def _open(path: Path) -> Any:
+def open_file(path: Path) -> Any:
+    """A file's bytes, unpacked by its ending."""
     packing = path.suffix.lower()
     if packing == ".gz":
         import gzip
@@ -197,7 +198,7 @@ def _open(path: Path) -> Any:
 
 def _json_lines(path: Path, stripe: int, num_stripes: int) -> Iterator[Row]:
     # Bytes are split on "\n" only: texts contain U+2028, U+0085 and the like.
-    with _open(path) as file:
+    with open_file(path) as file:
         for number, line in enumerate(file, start=1):
             if (number - 1) % num_stripes != stripe or not line.strip():
                 continue
@@ -210,7 +211,7 @@ def _json_lines(path: Path, stripe: int, num_stripes: int) -> Iterator[Row]:
 
 
 def _json_list(path: Path) -> Iterator[Row]:
-    with _open(path) as file:
+    with open_file(path) as file:
         values = json.loads(file.read().decode("utf-8-sig"))
     if not isinstance(values, list):
         raise MidusError(
@@ -236,7 +237,7 @@ def _parquet_rows(path: Path, column: str | None) -> Iterator[Row]:
 
 
 def _whole_text(path: Path) -> Row:
-    with _open(path) as file:
+    with open_file(path) as file:
         data = file.read()
     try:
         return Row(1, {"text": data.decode("utf-8-sig")})

@@ -35,7 +35,7 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
-    device = _checked_device(device)
+    device = checked_device(device)
     folder = resolve_source(source)
     config = read_config(folder)
     delta = is_delta(config)
@@ -68,7 +68,8 @@ def load_model(
     return model.to(device).eval()
 
 
-def _checked_device(device: str | None) -> str:
+def checked_device(device: str | None) -> str:
+    """The device of that name, or the GPU if there is one; refuses what cannot be used."""
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

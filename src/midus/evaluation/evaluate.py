@@ -1,0 +1,227 @@
+"""Several models on a suite: what `midus eval` does."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from midus.errors import MidusError, suggest
+from midus.evaluation.harness import (
+    HarnessTask,
+    Source,
+    TaskResult,
+    any_column,
+    load_tasks,
+    pool,
+    require_harness,
+    run_task,
+)
+from midus.evaluation.local import MissingFile, local_column
+from midus.evaluation.store import Settings, Store
+from midus.evaluation.suites import SUITES, Column, Suite, find_suite
+from midus.models.configuration import read_config
+from midus.models.identity import model_id
+from midus.models.loading import load_model, load_tokenizer
+from midus.models.record import is_delta
+from midus.models.sources import resolve_source
+
+Say = Callable[[str], None]
+_CPU_BATCH = 8
+
+
+@dataclass
+class Selection:
+    """What is to be measured: the columns that can be, and those that cannot."""
+
+    suite: Suite
+    columns: list[Column]
+    tasks: dict[str, list[HarnessTask]]
+    """By column."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Why a column of the suite is not measured."""
+
+
+@dataclass
+class ModelScores:
+    """One model's numbers."""
+
+    model: str
+    model_id: str
+    dtype: str
+    scores: dict[str, dict[str, float | int | None]]
+    """By column: value, stderr, num_docs."""
+
+
+def select(
+    suite: str | None, names: list[str], source: Source, shots: int | None = None
+) -> Selection:
+    """Finds the tasks of a suite, of some of its columns, or of any names the harness knows.
+
+    Args:
+        suite: The suite; None takes the names as tasks of the harness.
+        names: The columns wanted; none: all of the suite's.
+        source: Where documents come from.
+        shots: For tasks that are named outside a suite; default: the harness's own number.
+    """
+    require_harness()
+    if source.data_dir and not source.data_dir.is_dir():
+        raise MidusError(f"data_dir={str(source.data_dir)!r} is no folder; give one with the files")
+    if suite is None and not names:
+        raise MidusError("nothing to measure; give --suite, --tasks or both")
+    chosen = find_suite(suite) if suite else _adhoc(names, shots)
+    known = {name: c for c in chosen.columns for name in (c.key, c.pattern, local_column(c).key)}
+    for name in names:
+        if name not in known:
+            raise MidusError(
+                f"task {name!r} is not in the suite {chosen.name}; {suggest(name, known)}"
+            )
+    wanted = {known[name].key for name in names} or {c.key for c in chosen.columns}
+    selection = Selection(chosen, [], {})
+    for column in chosen.columns:
+        if column.key not in wanted:
+            continue
+        measured = local_column(column) if source.data_dir else column
+        try:
+            selection.tasks[measured.key] = load_tasks(measured, source)
+            selection.columns.append(measured)
+        except MissingFile as error:
+            if names:
+                raise
+            selection.missing[column.key] = str(error)
+    if not selection.columns:
+        raise MidusError(next(iter(selection.missing.values())))
+    return selection
+
+
+def evaluate_models(
+    models: list[str],
+    selection: Selection,
+    *,
+    limit: int | None = None,
+    base: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | None = None,
+    batch_size: str = "auto",
+    max_length: int | None = None,
+    store: Store | None = None,
+    hardware: str = "",
+    say: Say = lambda _: None,
+) -> list[ModelScores]:
+    """Each model's numbers, from the store where they are there already.
+
+    Args:
+        models: Folders, hub ids, ``.gguf`` files or ``smollm2-135m``.
+        selection: What to measure.
+        limit: Documents of each task; None: all.
+        base: For deltas: where their base is, if not where they say.
+        dtype: Type to load in; default: the checkpoint's.
+        device: Where to run; default: the GPU if there is one.
+        batch_size: The harness's own argument; ``auto`` is 8 on a CPU.
+        max_length: Tokens a forward pass may see; default: the model's own limit.
+        store: Where finished tasks are kept.
+        hardware: The machine's name, for the record.
+        say: Told what begins.
+    """
+    store = store or Store()
+    for model in models:
+        resolve_source(model)  # a name that is nothing is refused before anything runs
+    return [
+        _evaluate_one(
+            model,
+            selection,
+            Run(limit, base, dtype, device, batch_size, max_length, store, hardware, say),
+        )
+        for model in models
+    ]
+
+
+@dataclass
+class Run:
+    """How all models of one call are run."""
+
+    limit: int | None
+    base: str | None
+    dtype: torch.dtype | None
+    device: str | None
+    batch_size: str
+    max_length: int | None
+    store: Store
+    hardware: str
+    say: Say
+
+
+def _evaluate_one(model: str, selection: Selection, run: Run) -> ModelScores:
+    folder = resolve_source(model)
+    identity = model_id(folder)
+    settings = run_settings(folder, run.dtype, run.max_length)
+    lm: Any = None
+    done: dict[str, dict[str, float | int | None]] = {}
+    ran: dict[tuple[str, int], TaskResult] = {}
+    for column in selection.columns:
+        kept = Settings(**settings, shots=column.shots, limit=run.limit)
+        results = []
+        for task in selection.tasks[column.key]:
+            result = ran.get((task.name, column.shots))
+            result = result or run.store.find(identity, task, kept)
+            if result is None:
+                lm = lm or _make_lm(model, folder, run, settings["max_length"])
+                run.say(f"{task.name} on {model}")
+                result = run_task(lm, task, run.limit)
+                run.store.keep(model, identity, task, kept, result, run.hardware)
+            ran[task.name, column.shots] = result
+            results.append(result)
+        done[column.key] = pool(column, results)
+    return ModelScores(model, identity, settings["dtype"], done)
+
+
+def run_settings(folder: Path, dtype: torch.dtype | None, max_length: int | None) -> dict[str, Any]:
+    """What of a run's settings changes its numbers."""
+    config = read_config(folder)
+    own = str(dtype or config.dtype or torch.float32).removeprefix("torch.")
+    return {"dtype": own, "max_length": max_length or config.max_position_embeddings}
+
+
+def usable_tokenizer(source: str | Path) -> Any:
+    """A model's tokenizer with a padding token, which batches need and scores do not depend on."""
+    tokenizer = load_tokenizer(source)
+    if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
+        raise MidusError(
+            f"the tokenizer of {source} has neither a beginning nor an end token, one of which "
+            "stands before a text that has nothing before it; set eos_token in its files"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.bos_token
+    return tokenizer
+
+
+def _make_lm(model: str, folder: Path, run: Run, max_length: int) -> Any:
+    from lm_eval.models.huggingface import HFLM
+
+    delta = is_delta(read_config(folder))
+    loaded = load_model(model, base=run.base if delta else None, dtype=run.dtype, device=run.device)
+    batch_size = run.batch_size
+    if batch_size == "auto" and loaded.device.type == "cpu":
+        batch_size = str(_CPU_BATCH)
+    return HFLM(
+        pretrained=loaded,
+        tokenizer=usable_tokenizer(folder),
+        backend="causal",
+        batch_size=batch_size,
+        max_length=max_length,
+        # In the model's own type, bfloat16's log-probabilities would have three digits.
+        softmax_dtype="float32",
+    )
+
+
+def _adhoc(names: list[str], shots: int | None) -> Suite:
+    """Tasks outside a suite: those that suites have as these have them, and any of the harness."""
+    known = {column.key: column for suite in SUITES.values() for column in suite.columns}
+    columns = []
+    for name in names:
+        if name not in known:
+            columns.append(any_column(name, shots))
+        else:
+            columns.append(known[name] if shots is None else replace(known[name], shots=shots))
+    return Suite("tasks", "as named", tuple(columns))
