@@ -8,7 +8,7 @@ from tiny import grown, prompt_ids, tiny_base
 
 from midus import MemoryConfig
 from midus.memory import MEMORY_LAYERS
-from midus.training.slots import counting_slots
+from midus.models.slots import counting_slots
 
 
 @torch.no_grad()

@@ -6,8 +6,10 @@ from typing import Annotated
 import typer
 
 from midus import __version__
+from midus.cli.analyze import analyze
 from midus.cli.bench import bench
 from midus.cli.data import data
+from midus.cli.eval import evaluation
 from midus.cli.generate import generate
 from midus.cli.inspect import inspect
 from midus.cli.merge import merge
@@ -27,8 +29,10 @@ app = typer.Typer(
 )
 for _command in (upscale, train, inspect, methods, verify, merge, generate):
     app.command()(_command)
+app.add_typer(analyze, name="analyze")
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
+app.add_typer(evaluation, name="eval")
 
 
 def _print_version(wanted: bool) -> None:

@@ -17,6 +17,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import rotate_checkpoints
 
 from midus.errors import MidusError
+from midus.models.slots import counting_slots
 from midus.training.checkpoint import (
     disk_errors_named,
     last_checkpoint,
@@ -36,7 +37,6 @@ from midus.training.optimizer_state import (
     state_file,
 )
 from midus.training.options import OptimizerOptions
-from midus.training.slots import counting_slots
 
 _SCHEDULER = "scheduler.json"
 # Of the held-out tokens, so many count for the use of slots: on each rank its own.

@@ -1,0 +1,1 @@
+"""What trained models hold, measured on any saved checkpoint."""
