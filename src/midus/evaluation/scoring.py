@@ -22,6 +22,8 @@ from midus.reports import conditions, write_json
 
 RENDER_NAME = "render.json"
 SCORES_NAME = "scores.json"
+# Written answers need the logits of one position a row, so a batch may be so much larger.
+_WRITTEN = 8
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def score_task(
         task: Which task.
         scores: Folder of this model's answers.
         share: What of the work is this process's.
-        batch_tokens: Tokens of a batch, padding included; halved when memory runs out.
+        batch_tokens: Tokens of a batch, padding included, and eight times as many where answers
+            are written; a batch that memory does not hold is halved.
         track: Wraps the batches in a progress bar.
     """
     done = {entry["id"] for entry in _read_parts(scores, task)}
@@ -171,7 +174,8 @@ def _batches(items: list[_Item], batch_tokens: int) -> Iterator[list[_Item]]:
             item.until,
             item.max_new_tokens,
         )
-        if batch and (not alike or width * (len(batch) + 1) > batch_tokens):
+        budget = batch_tokens * (_WRITTEN if item.max_new_tokens else 1)
+        if batch and (not alike or width * (len(batch) + 1) > budget):
             yield batch
             batch = []
         batch.append(item)
