@@ -116,7 +116,8 @@ def test_rendered_and_scored_is_the_direct_run(midus, tmp_path, byte_model, data
     apart, _ = run_json(midus, tmp_path, *aggregate[1:])
     for key, score in direct["rows"][0]["scores"].items():
         other = apart["rows"][0]["scores"][key]
-        assert math.isclose(score["value"], other["value"], rel_tol=1e-6), key
+        # The harness adds log-probabilities in float32; an exponential shows it.
+        assert math.isclose(score["value"], other["value"], rel_tol=1e-5), key
         assert score["num_docs"] == other["num_docs"]
         assert score["stderr"] == pytest.approx(other["stderr"])
     assert {"gsm8k", "wikitext", "boolq_untitled"} < direct["rows"][0]["scores"].keys()

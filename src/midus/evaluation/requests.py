@@ -49,7 +49,7 @@ def render(
         recorder = _silent_lm(tokenizer, max_length)
         run_task(recorder, task, limit)
         counts[task.name] = recorder.count
-        digests[task.name] = _digest(recorder.lines)
+        digests[task.name] = recorder.asked.hexdigest()
         _write_lines(requests_path(folder, task.name), recorder.lines)
     found = {"counts": counts, "digests": digests, "vocab_size": vocab_size}
     write_json(folder / RENDER_NAME, {"kind": "midus.eval.render", **found, **facts})
@@ -70,7 +70,7 @@ def aggregate(
     lm = _silent_lm(tokenizer, rendered["max_length"])
     lm.answers = read_scores(scores, task.name, rendered["counts"][task.name])
     result = run_task(lm, task, rendered["limit"])
-    if _digest(lm.lines) != rendered["digests"][task.name]:
+    if lm.asked.hexdigest() != rendered["digests"][task.name]:
         raise MidusError(
             f"task {task.name!r} asks other questions than were rendered; use the data and the "
             "lm_eval it was rendered with, or render it again"
@@ -85,10 +85,6 @@ def _write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
         for line in lines:
             file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
     aside.replace(path)
-
-
-def _digest(lines: list[dict[str, Any]]) -> str:
-    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
 
 
 def _silent_lm(tokenizer: Any, max_length: int) -> Any:
@@ -111,10 +107,22 @@ def _silent_lm(tokenizer: Any, max_length: int) -> Any:
             )
             self.lines: list[dict[str, Any]] = []
             self.count = 0
+            self.asked = hashlib.sha256()
             self.answers: list[Any] | None = None
 
-        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            first = self.count
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            self._note(requests)
+            if self.answers is None:
+                return super().loglikelihood(requests, disable_tqdm=True)
+            return self._next(len(requests))  # one answer a request: nothing to encode
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            self._note(requests)
+            return super().loglikelihood_rolling(requests, disable_tqdm=True)
+
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[Any]:
+            if self.answers is not None:
+                return self._next(len(requests))
             for _, context, continuation in requests:
                 kept = (context + continuation)[-(max_length + 1) :]
                 if len(continuation) >= len(kept):
@@ -130,13 +138,13 @@ def _silent_lm(tokenizer: Any, max_length: int) -> Any:
                     line = {"first": self.count, "context": context}
                     self.lines.append({**line, "continuations": [continuation]})
                 self.count += 1
-            if self.answers is None:
-                return [(-1.0, False)] * (self.count - first)
-            return [(answer[0], answer[1]) for answer in self.answers[first : self.count]]
+            return [(-1.0, False)] * len(requests)
 
-        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[Any]:
+            self._note(requests)
+            if self.answers is not None:
+                return self._next(len(requests))
             eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
-            first = self.count
             for request in requests:
                 text, given = request.args
                 options = normalize_gen_kwargs(given, self.max_gen_toks)
@@ -156,8 +164,15 @@ def _silent_lm(tokenizer: Any, max_length: int) -> Any:
                 line = {"first": self.count, "context": ids[0].tolist()}
                 self.lines.append({**line, "until": until, "max_new_tokens": new})
                 self.count += 1
-            if self.answers is None:
-                return [""] * (self.count - first)
-            return [str(answer) for answer in self.answers[first : self.count]]
+            return [""] * len(requests)
+
+        def _note(self, requests: Any) -> None:
+            for request in requests:
+                self.asked.update(json.dumps(request.args).encode())
+
+        def _next(self, number: int) -> list[Any]:
+            assert self.answers is not None
+            first, self.count = self.count, self.count + number
+            return self.answers[first : self.count]
 
     return SilentLM()

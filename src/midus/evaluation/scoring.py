@@ -24,6 +24,7 @@ RENDER_NAME = "render.json"
 SCORES_NAME = "scores.json"
 # Written answers need the logits of one position a row, so a batch may be so much larger.
 _WRITTEN = 8
+_POSITIONS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -204,18 +205,36 @@ def _log_likelihoods(model: Any, batch: list[_Item]) -> list[dict[str, Any]]:
         row[: len(item.tokens)] = torch.tensor(item.tokens)
     # Padding stands behind the text, where causal attention does not look.
     logits = model(rows.to(model.device), use_cache=False).logits  # [B, T, vocabulary]
-    entries = []
-    for item, row in zip(batch, logits, strict=True):
-        length = len(item.continuations[0])
-        end = len(item.tokens)
-        scores = log_softmax(row[end - length : end].float(), -1)  # [continuation, vocabulary]
-        best = scores.argmax(-1)
-        for request, continuation in zip(item.ids, item.continuations, strict=True):
-            wanted = torch.tensor(continuation, device=scores.device)
-            total = scores.gather(1, wanted[:, None]).sum().item()
-            greedy = bool((best == wanted).all())
-            entries.append({"id": request, "sum": total, "greedy": greedy})
-    return entries
+    requests, places, tokens = _looked_for(batch)
+    row, column = places.to(logits.device).unbind(1)
+    wanted, owner = tokens.to(logits.device), requests.to(logits.device)
+    num_requests = sum(len(item.ids) for item in batch)
+    total = torch.zeros(num_requests, dtype=torch.float64, device=logits.device)
+    misses = torch.zeros_like(total)
+    for part in torch.arange(len(wanted), device=logits.device).split(_POSITIONS_AT_ONCE):
+        scores = log_softmax(logits[row[part], column[part]].float(), -1)  # [part, vocabulary]
+        found = scores.gather(1, wanted[part, None])[:, 0]
+        total.index_add_(0, owner[part], found.double())
+        misses.index_add_(0, owner[part], (scores.argmax(-1) != wanted[part]).double())
+    ids = [request for item in batch for request in item.ids]
+    return [
+        {"id": request, "sum": value, "greedy": missed == 0}
+        for request, value, missed in zip(ids, total.tolist(), misses.tolist(), strict=True)
+    ]
+
+
+def _looked_for(batch: list[_Item]) -> tuple[Tensor, Tensor, Tensor]:
+    """For every token of every continuation: whose it is, where its logits stand, which it is."""
+    requests, places, tokens = [], [], []
+    request = 0
+    for row, item in enumerate(batch):
+        for continuation in item.continuations:
+            first = len(item.tokens) - len(continuation)
+            requests += [request] * len(continuation)
+            places += [(row, first + i) for i in range(len(continuation))]
+            tokens += continuation
+            request += 1
+    return torch.tensor(requests), torch.tensor(places), torch.tensor(tokens)
 
 
 @torch.inference_mode()
