@@ -25,7 +25,8 @@ demo: $(INSTALLED)
 	@$(BIN)/midus generate $(DEMO)/grown --prompt $(PROMPT) --max-new-tokens 60 --temperature 0.8
 	@echo "--- after:"
 	@$(BIN)/midus generate $(DEMO)/model --prompt $(PROMPT) --max-new-tokens 60 --temperature 0.8
-	@echo "--- $(DEMO): the delta in model/, metrics.jsonl, loss.png"
+	$(BIN)/midus report $(DEMO) -o $(DEMO)/report.html
+	@echo "--- $(DEMO): the delta in model/, metrics.jsonl, loss.png, report.html"
 
 test: check unit wheel
 
@@ -52,6 +53,9 @@ wheel: $(INSTALLED)
 	  "import midus; assert 'build/wheel' in midus.__file__, midus.__file__"
 	cd build && PYTHONPATH=wheel ../$(BIN)/python -c \
 	  "from midus.evaluation.verify import sample_text; assert sample_text()"
+	cd build && PYTHONPATH=wheel ../$(BIN)/python -c \
+	  "from midus.evaluation.local import local_tasks; assert len(local_tasks()) == 16"
+	cd build && PYTHONPATH=wheel ../$(BIN)/python wheel/bin/midus report ../docs/results -o report.html
 	cd build && PYTHONPATH=wheel ../$(BIN)/python wheel/bin/midus inspect llama-3.2-1b --json
 
 bench: $(INSTALLED)

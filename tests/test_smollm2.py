@@ -1,6 +1,7 @@
 """The embedded SmolLM2-135M, a real model on real text: what a user runs first."""
 
 import json
+import lzma
 import re
 import shlex
 from pathlib import Path
@@ -84,21 +85,28 @@ def test_cached_generation_with_filled_tables():
 
 
 def test_the_readmes_commands_run(midus, tmp_path, monkeypatch):
-    """Every `midus` line of the README, in order, in a folder with configs and a corpus.
+    """Every `midus` line of the README, in order, in a folder with configs, a corpus and benchmarks.
 
-    Training is told and not done; `make demo` and the tests of training do it.
+    Training is told and not done; `make demo` and the tests of training do it. A suite is run on
+    two documents of one of its tasks.
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(README.parent / "configs")
     (tmp_path / "corpus").mkdir()
     documents = (README.parent / "examples" / "data" / "paradise_lost.jsonl").read_text()
     (tmp_path / "corpus" / "some.jsonl").write_text("".join(documents.splitlines(True)[:20]))
+    (tmp_path / "eval" / "piqa").mkdir(parents=True)
+    rows = [{"goal": "Boil an egg.", "sol1": "Use hot water.", "sol2": "Use ice.", "label": 0}] * 2
+    with lzma.open(tmp_path / "eval" / "piqa" / "validation.jsonl.xz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
     blocks = re.findall(r"```bash\n(.*?)```", README.read_text(), flags=re.DOTALL)
     text = "\n".join(blocks).replace("\\\n", " ")
     commands = [line for line in text.splitlines() if line.startswith("midus ")]
     assert len(commands) >= 5
     for command in commands:
         told = ["--dry-run"] if command.startswith("midus train") else []
+        if " --suite " in command:
+            told = ["--tasks", "piqa"]
         result = midus(*shlex.split(command, comments=True)[1:], *told)
         assert result.code == 0, f"{command}\n{result.out}{result.err}"
         if "--json" in command:
