@@ -284,9 +284,10 @@ class _StopStrings:
         if self._done is None:
             self._done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         tails = ids[:, max(self._prompt_width, ids.shape[1] - self._tail) :]
-        for i, text in enumerate(self._tokenizer.batch_decode(tails)):
-            if any(term in text for term in self._until):
-                self._done[i] = True
+        writing = (~self._done).nonzero()[:, 0]
+        texts = self._tokenizer.batch_decode(tails[writing])
+        said = [any(term in text for term in self._until) for text in texts]
+        self._done[writing] = torch.tensor(said, device=ids.device)
         return self._done
 
 
