@@ -85,7 +85,7 @@ def test_cached_generation_with_filled_tables():
 
 
 def test_the_readmes_commands_run(midus, tmp_path, monkeypatch):
-    """Every `midus` line of the README, in order, in a folder with configs, a corpus and benchmarks.
+    """Every `midus` line of the README, in order, in a folder with what they read.
 
     Training is told and not done; `make demo` and the tests of training do it. A suite is run on
     two documents of one of its tasks.

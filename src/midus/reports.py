@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("midus", "torch", "triton", "transformers", "safetensors")
+_PACKAGES = ("midus", "torch", "triton", "transformers", "safetensors", "lm_eval")
 
 
 def conditions() -> dict[str, Any]:
@@ -85,15 +85,16 @@ def write_json(path: Path, value: Any) -> None:
     """Writes JSON aside and renames it; a number JSON cannot hold (infinity, NaN) is null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
+    aside.write_text(json.dumps(finite(value), indent=1, allow_nan=False) + "\n")
     aside.replace(path)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same with None for every number that JSON cannot hold."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

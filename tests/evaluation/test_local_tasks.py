@@ -13,7 +13,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from midus import MidusError
 from midus.evaluation.evaluate import select
-from midus.evaluation.harness import SEED, Source, _tasks_folder, load_tasks
+from midus.evaluation.harness import SEED, _tasks_folder, load_tasks
 from midus.evaluation.local import SHOTS, find_local, local_column, local_tasks
 from midus.evaluation.suites import SUITES
 
@@ -72,7 +72,7 @@ def same_measure(ours, theirs):
 def test_ten_documents_are_asked_as_the_harness_asks_them(name, data_dir):
     path, make, splits = TASKS[name]
     column = local_column(column_of(name))
-    (ours,) = load_tasks(column, Source(data_dir))
+    (ours,) = load_tasks(column, data_dir)
     theirs = harness_own(path, hub_documents(make), splits, column.shots)
     mine, other = questions(ours.task), questions(theirs)
     assert len(mine) >= 10
@@ -91,7 +91,7 @@ def test_mmlu_subjects_are_asked_as_the_harness_asks_them(data_dir):
     column = column_of("mmlu")
     # The little benchmark has two of the 57 subjects.
     for subject, odd in (("anatomy", 1), ("virology", 0)):
-        (ours,) = load_tasks(replace(column, tasks=f"mmlu_{subject}"), Source(data_dir))
+        (ours,) = load_tasks(replace(column, tasks=f"mmlu_{subject}"), data_dir)
         documents = [doc for i, doc in enumerate(hub_documents(benchmarks.mmlu)) if i % 2 == odd]
         theirs = harness_own(
             f"mmlu/default/mmlu_{subject}.yaml", documents, ["test", "dev"], shots=0
@@ -114,7 +114,7 @@ def test_shots_are_taken_from_scoring_where_there_is_no_training_split(
 ):
     column = replace(local_column(column_of(name)), shots=3)
     assert (column.key, column.variant_of) == (variant, name)
-    (ours,) = load_tasks(column, Source(data_dir))
+    (ours,) = load_tasks(column, data_dir)
     documents = hub_documents(make)
     held_out = [documents[i] for i in (0, 50, 100)]
     assert list(ours.task.eval_docs) == [d for i, d in enumerate(documents) if i % 50]
@@ -128,9 +128,7 @@ def test_shots_are_taken_from_scoring_where_there_is_no_training_split(
 def test_math_is_split_by_subject_and_keeps_its_shots_out(data_dir):
     column = replace(local_column(column_of("hendrycks_math")), shots=1)
     assert column.key == "hendrycks_math_heldout"
-    (ours,) = load_tasks(
-        replace(column, tasks="hendrycks_math_counting_and_prob"), Source(data_dir)
-    )
+    (ours,) = load_tasks(replace(column, tasks="hendrycks_math_counting_and_prob"), data_dir)
     of_subject = [d for d in hub_documents(benchmarks.math) if d["part"].startswith("counting")]
     scored = [doc["problem"] for doc in ours.task.eval_docs]
     assert scored == [d["problem"] for i, d in enumerate(of_subject) if i % 50]
@@ -150,7 +148,7 @@ def test_mathqa_with_letters_asks_for_a_letter(data_dir, tmp_path):
     (folder / "llmfoundry_math_qa.jsonl").write_text(text)
     column = local_column(column_of("mathqa"))
     assert column.key == "mathqa_4way"
-    (ours,) = load_tasks(column, Source(tmp_path))
+    (ours,) = load_tasks(column, tmp_path)
     first = questions(ours.task, limit=1)
     assert [arguments[1] for *_, arguments in first] == [" A", " B", " C", " D"]
     prompt = first[0][3][0]
@@ -166,7 +164,7 @@ def test_every_yaml_stands_for_a_task_of_a_suite():
 
 
 def test_what_is_not_there_is_left_out_and_named(data_dir):
-    selection = select("longbench", [], Source(data_dir))
+    selection = select("longbench", [], data_dir)
     assert [column.key for column in selection.columns] == ["longbench_multi_news"]
     assert len(selection.missing) == 15
     reason = selection.missing["longbench_narrativeqa"]
@@ -177,7 +175,7 @@ def test_a_missing_file_that_was_asked_for_is_named(data_dir):
     with pytest.raises(
         MidusError, match=r"'longbench_narrativeqa' reads .*narrativeqa.jsonl.xz, which is mi"
     ):
-        select("longbench", ["longbench_narrativeqa"], Source(data_dir))
+        select("longbench", ["longbench_narrativeqa"], data_dir)
 
 
 def test_a_broken_line_is_named(data_dir, tmp_path):
@@ -188,19 +186,79 @@ def test_a_broken_line_is_named(data_dir, tmp_path):
     lines[6] = '{"goal": "cut'
     path.unlink()
     path.with_suffix("").write_text("".join(lines))
-    with pytest.raises(MidusError, match=r"line 7 of .*piqa/validation.jsonl cannot be read"):
-        select("general", ["piqa"], Source(tmp_path))
+    with pytest.raises(
+        MidusError, match=r"line 7 of .*validation.jsonl is no row of task 'piqa' \(inv"
+    ):
+        select("general", ["piqa"], tmp_path)
 
 
 def test_too_few_documents_for_shots_are_said(data_dir):
     with pytest.raises(MidusError, match="has 3 documents to take shots from, and 5 are wanted"):
-        select("retrieval", ["triviaqa_wiki"], Source(data_dir))
+        select("retrieval", ["triviaqa_wiki"], data_dir)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "sentence"),
+    [
+        ("piqa/validation.jsonl", [{"goal": "a"}, {"sol1": "b"}], "line 2 of .*it has no 'goal'"),
+        ("boolq/validation.jsonl", [{"question": "a"}], "line 1 of .* is no row of task 'boolq_un"),
+        ("race/test_high.jsonl", [{"article": "a", "questions": ["q"], "options": []}], "line 1"),
+        ("winogrande/validation.jsonl", [["a"]], "line 1 of .* is no row of task 'winogrande'"),
+        ("commonsense_qa/validation.jsonl", [], "finds no documents in .*; fetch the file again"),
+    ],
+)
+def test_rows_that_are_none_are_named(tmp_path, name, rows, sentence):
+    import json
+
+    path = tmp_path / name
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    suite = "retrieval" if name.startswith("race") else "general"
+    with pytest.raises(MidusError, match=sentence):
+        select(suite, [name.split("/")[0]], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("logiqa/Test.txt", b"a\nOne.\nTwo?\nA.x\nB.y"),
+        ("wikitext2/wiki.test.raw", b"\n"),
+        ("wikitext2/wiki.test.raw", b"\xff\xfe"),
+    ],
+)
+def test_texts_that_are_none_are_named(tmp_path, name, text):
+    for file in (name, "logiqa/Eval.txt"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_bytes(text)
+    with pytest.raises(MidusError, match=f"{name} is no file of task"):
+        select("general", ["logiqa" if "logiqa" in name else "wikitext"], tmp_path)
+
+
+def test_a_name_selects_every_column_of_its_task(data_dir):
+    selection = select("math", ["gsm8k"], data_dir)
+    assert [column.key for column in selection.columns] == ["gsm8k", "gsm8k (flexible)"]
+    assert [column.filter for column in selection.columns] == ["strict-match", "flexible-extract"]
+
+
+def test_two_subjects_of_one_local_task_stay_two(data_dir, monkeypatch):
+    from midus.evaluation.suites import Column
+
+    one, two = (
+        local_column(Column(f"hendrycks_math_{name}", name, "exact_match", "hendrycks_math"))
+        for name in ("algebra", "num_theory")
+    )
+    assert one.key != two.key
+
+
+def test_shots_of_a_suite_are_its_own(data_dir):
+    with pytest.raises(MidusError, match="shots=3 was given with --suite"):
+        select("general", [], data_dir, shots=3)
 
 
 def test_unknown_tasks_suggest_names(data_dir):
     with pytest.raises(MidusError, match=r"'arc_esy' is not in the suite general; did you mean ar"):
-        select("general", ["arc_esy"], Source(data_dir))
+        select("general", ["arc_esy"], data_dir)
     with pytest.raises(MidusError, match="is no folder"):
-        select("general", [], Source(data_dir / "nowhere"))
+        select("general", [], data_dir / "nowhere")
     with pytest.raises(MidusError, match="nothing to measure"):
-        select(None, [], Source(data_dir))
+        select(None, [], data_dir)

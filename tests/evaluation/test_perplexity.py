@@ -57,7 +57,9 @@ def test_it_is_the_same_with_and_without_up_scaling_before_training(midus, base,
 def test_a_text_shorter_than_a_window_is_refused(midus, base, tmp_path):
     result = midus("eval", "perplexity", base, "--text", tmp_path / "text.txt")
     assert result.code == 2
-    assert "the text has 26 tokens, less than one window of 1024" in result.err
+    assert "the text has 26 tokens, less than one window of 128" in result.err
+    result = midus("eval", "perplexity", base, "--text", tmp_path / "text.txt", "--window", 999)
+    assert "window=999 is more than the model's 128 positions" in result.err
 
 
 def test_a_broken_row_is_named(midus, base, tmp_path):

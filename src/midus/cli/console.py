@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from logging import ERROR, getLogger
-from math import isfinite
 from typing import Any, TextIO, cast
 
 from rich.console import Console
@@ -15,6 +14,8 @@ from rich.measure import Measurement
 from rich.progress import track as rich_track
 from rich.table import Table
 from rich.text import Text
+
+from midus.reports import finite
 
 _COLOURS = {"base": "", "memory": "bold magenta", "copy": "bold cyan"}
 
@@ -75,8 +76,7 @@ def quieten_libraries() -> None:
 
 def print_json(values: dict[str, Any]) -> None:
     """One JSON object; a number that JSON cannot hold (infinity, NaN) becomes null."""
-    finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
-    print(json.dumps(finite, indent=2, allow_nan=False))
+    print(json.dumps(finite(values), indent=2, allow_nan=False))
 
 
 def print_stack(blocks: Iterable[Any]) -> None:
@@ -195,7 +195,7 @@ def print_scores(
     for where in dict.fromkeys((row.backbone, row.stage) for row in paper):
         out.print(f"the paper's numbers are those of {where[0]} after {where[1]}", style="dim")
     if limit:
-        out.print(f"the first {limit} documents of each task only", style="yellow")
+        out.print(f"at most the first {limit} documents of each task", style="yellow")
     if missing:
         out.print(
             f"partial: {len(missing)} of {len(suite.columns)} columns are missing", style="yellow"

@@ -80,7 +80,6 @@ def run(
     from midus.cli import console
     from midus.efficiency.hardware import hardware_name
     from midus.evaluation.evaluate import evaluate_models, select
-    from midus.evaluation.harness import Source
     from midus.evaluation.store import Store
     from midus.models.loading import checked_device
     from midus.models.weights import dtype_named
@@ -88,7 +87,7 @@ def run(
     chosen = dtype_named(dtype) if dtype else None
     device = checked_device(device)
     hardware = hardware_name(_torch_device(device))
-    selection = select(suite, _names(tasks), Source(data_dir, limit), shots)
+    selection = select(suite, _names(tasks), data_dir, shots)
     with console.without_foreign_bars():
         scores = evaluate_models(
             models,
@@ -122,12 +121,11 @@ def render(
     from midus.cli import console
     from midus.evaluation import requests
     from midus.evaluation.evaluate import run_settings, select, usable_tokenizer
-    from midus.evaluation.harness import Source, harness_version
-    from midus.models.configuration import read_config
+    from midus.evaluation.harness import harness_version
     from midus.models.sources import resolve_source
 
     folder = resolve_source(model)
-    selection = select(suite, _names(tasks), Source(data_dir, limit), shots)
+    selection = select(suite, _names(tasks), data_dir, shots)
     unique = {
         task.name: task for column in selection.columns for task in selection.tasks[column.key]
     }
@@ -145,7 +143,6 @@ def render(
     with console.without_foreign_bars():
         counts = requests.render(
             usable_tokenizer(folder),
-            read_config(folder).vocab_size,
             length,
             list(unique.values()),
             output,
@@ -201,16 +198,13 @@ def aggregate(
     _prepare()
     from midus.cli import console
     from midus.evaluation.evaluate import select
-    from midus.evaluation.harness import Source
     from midus.evaluation.score_models import aggregate_scores
     from midus.evaluation.scoring import read_render
     from midus.evaluation.store import Store
 
     facts = read_render(rendered)
     where = data_dir or (Path(facts["data_dir"]) if facts["data_dir"] else None)
-    selection = select(
-        facts["suite"], facts["tasks"], Source(where, facts["limit"]), facts["shots"]
-    )
+    selection = select(facts["suite"], facts["tasks"], where, facts["shots"])
     with console.without_foreign_bars():
         models, hardware = aggregate_scores(rendered, facts, scores, selection, Store(keep))
     _show(selection, models, facts["limit"], paper, json_out, hardware)
@@ -220,7 +214,9 @@ def aggregate(
 def perplexity(
     models: Models,
     text: Annotated[Path, typer.Option(help="A .txt file, or rows with a text field.")],
-    window: Annotated[int, typer.Option(help="Tokens a forward pass sees.")] = 1024,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens a forward pass sees; default: 1024 or what fits.")
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="How much to read.", min=2)] = None,
     base: Base = None,
     dtype: options.Dtype = None,
@@ -255,16 +251,17 @@ def perplexity(
         )
         results.append({"model": model, **found.to_dict()})
     if as_json:
-        console.print_json({"text": str(text), "window": window, "rows": results})
+        console.print_json({"text": str(text), "rows": results})
         return
     console.print_table(
-        f"{text}, windows of {window}",
-        ["model", "perplexity", "tokens"],
+        str(text),
+        ["model", "perplexity", "tokens", "window"],
         [
             [
                 row["model"],
                 f"{row['perplexity']:.4f}",
                 f"{row['num_tokens']:,}",
+                str(row["window"]),
             ]
             for row in results
         ],
@@ -308,6 +305,8 @@ def _show(
     if with_paper:
         configs = [_config_or_none(model.model, read_config, resolve_source) for model in models]
         rows = matching_rows(selection.suite.name, [c for c in configs if c is not None])
+        if not rows:
+            console.err.print(f"the paper has no table of the {selection.suite.name} given")
     console.print_scores(
         selection.suite, make_lines(selection, models, rows), models, rows, selection.missing, limit
     )
@@ -328,6 +327,6 @@ def _show(
 
 def _config_or_none(model: str, read_config: Any, resolve_source: Any) -> Any:
     try:
-        return read_config(resolve_source(model))
+        return read_config(resolve_source(model, config_only=True))
     except MidusError:
         return None  # scored on another machine, where the model is

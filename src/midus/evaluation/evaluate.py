@@ -10,7 +10,6 @@ import torch
 from midus.errors import MidusError, suggest
 from midus.evaluation.harness import (
     HarnessTask,
-    Source,
     TaskResult,
     any_column,
     load_tasks,
@@ -22,10 +21,12 @@ from midus.evaluation.local import MissingFile, local_column
 from midus.evaluation.store import Settings, Store
 from midus.evaluation.suites import SUITES, Column, Suite, find_suite
 from midus.models.configuration import read_config
+from midus.models.fitting import refuse_too_long
 from midus.models.identity import model_id
 from midus.models.loading import load_model, load_tokenizer
 from midus.models.record import is_delta
 from midus.models.sources import resolve_source
+from midus.models.weights import Weights
 
 Say = Callable[[str], None]
 _CPU_BATCH = 8
@@ -55,36 +56,39 @@ class ModelScores:
 
 
 def select(
-    suite: str | None, names: list[str], source: Source, shots: int | None = None
+    suite: str | None, names: list[str], data_dir: Path | None, shots: int | None = None
 ) -> Selection:
     """Finds the tasks of a suite, of some of its columns, or of any names the harness knows.
 
     Args:
         suite: The suite; None takes the names as tasks of the harness.
         names: The columns wanted; none: all of the suite's.
-        source: Where documents come from.
+        data_dir: Folder of local files; None reads the hub.
         shots: For tasks that are named outside a suite; default: the harness's own number.
     """
     require_harness()
-    if source.data_dir and not source.data_dir.is_dir():
-        raise MidusError(f"data_dir={str(source.data_dir)!r} is no folder; give one with the files")
+    if data_dir and not data_dir.is_dir():
+        raise MidusError(f"data_dir={str(data_dir)!r} is no folder; give one with the files")
     if suite is None and not names:
         raise MidusError("nothing to measure; give --suite, --tasks or both")
+    if suite is not None and shots is not None:
+        raise MidusError(f"shots={shots} was given with --suite, which has its own; leave one out")
+    names = list(dict.fromkeys(names))
     chosen = find_suite(suite) if suite else _adhoc(names, shots)
-    known = {name: c for c in chosen.columns for name in (c.key, c.pattern, local_column(c).key)}
+    known = {c.key: {c.key, c.pattern, local_column(c).key} for c in chosen.columns}
     for name in names:
-        if name not in known:
+        if not any(name in own for own in known.values()):
             raise MidusError(
-                f"task {name!r} is not in the suite {chosen.name}; {suggest(name, known)}"
+                f"task {name!r} is not in the suite {chosen.name}; "
+                f"{suggest(name, sorted(set().union(*known.values())))}"
             )
-    wanted = {known[name].key for name in names} or {c.key for c in chosen.columns}
     selection = Selection(chosen, [], {})
     for column in chosen.columns:
-        if column.key not in wanted:
+        if names and not known[column.key].intersection(names):
             continue
-        measured = local_column(column) if source.data_dir else column
+        measured = local_column(column) if data_dir else column
         try:
-            selection.tasks[measured.key] = load_tasks(measured, source)
+            selection.tasks[measured.key] = load_tasks(measured, data_dir)
             selection.columns.append(measured)
         except MissingFile as error:
             if names:
@@ -179,8 +183,19 @@ def _evaluate_one(model: str, selection: Selection, run: Run) -> ModelScores:
 def run_settings(folder: Path, dtype: torch.dtype | None, max_length: int | None) -> dict[str, Any]:
     """What of a run's settings changes its numbers."""
     config = read_config(folder)
-    own = str(dtype or config.dtype or torch.float32).removeprefix("torch.")
-    return {"dtype": own, "max_length": max_length or config.max_position_embeddings}
+    refuse_too_long(max_length, config, "max_length")
+    own = dtype or config.dtype or _stored_dtype(folder)
+    length = max_length or config.max_position_embeddings
+    return {"dtype": str(own).removeprefix("torch."), "max_length": length}
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """What "auto" loads a checkpoint in whose config does not say."""
+    for path in sorted(folder.glob("*.safetensors")):
+        for entry in Weights.open_file(path).values():
+            if entry.dtype.is_floating_point:
+                return entry.dtype
+    return torch.float32
 
 
 def usable_tokenizer(source: str | Path) -> Any:
@@ -217,7 +232,10 @@ def _make_lm(model: str, folder: Path, run: Run, max_length: int) -> Any:
 
 def _adhoc(names: list[str], shots: int | None) -> Suite:
     """Tasks outside a suite: those that suites have as these have them, and any of the harness."""
-    known = {column.key: column for suite in SUITES.values() for column in suite.columns}
+    known: dict[str, Column] = {}
+    for suite in SUITES.values():
+        for column in suite.columns:
+            known |= {local_column(column).key: column, column.key: column}
     columns = []
     for name in names:
         if name not in known:

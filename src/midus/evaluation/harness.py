@@ -21,15 +21,6 @@ SEED = 1234
 _BOOTSTRAP = 1000
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where documents come from, and how many of them are scored."""
-
-    data_dir: Path | None = None
-    """Folder of local files; None reads the hub."""
-    limit: int | None = None
-
-
 @dataclass
 class HarnessTask:
     """A task of the harness, ready to run."""
@@ -67,8 +58,13 @@ def harness_version() -> str:
     return version("lm_eval")
 
 
-def load_tasks(column: Column, source: Source) -> list[HarnessTask]:
-    """The harness's tasks that a column covers, with their documents."""
+def load_tasks(column: Column, data_dir: Path | None) -> list[HarnessTask]:
+    """The harness's tasks that a column covers, with their documents.
+
+    Args:
+        column: Which number is wanted.
+        data_dir: Folder of local files; None reads the hub.
+    """
     require_harness()
     known = _manager(column.folder).all_subtasks
     names = [name for name in known if fnmatchcase(name, column.pattern)]
@@ -77,7 +73,7 @@ def load_tasks(column: Column, source: Source) -> list[HarnessTask]:
             f"task {column.pattern!r} is not in lm_eval {harness_version()}; "
             f"{suggest(column.pattern, known)}"
         )
-    return [_load(name, column, source) for name in names]
+    return [_load(name, column, data_dir) for name in names]
 
 
 def any_column(name: str, shots: int | None) -> Column:
@@ -90,8 +86,12 @@ def any_column(name: str, shots: int | None) -> Column:
             f"{suggest(name, everything.all_subtasks)}"
         )
     path = everything.task_index[name].yaml_path
-    settings = _settings(path)
-    metric = settings.get("metric_list", [{"metric": "acc"}])[0]
+    settings = _settings(name, path)
+    metric = (settings.get("metric_list") or [{"metric": None}])[0]
+    if not isinstance(metric["metric"], str):
+        raise MidusError(
+            f"task {name!r} declares no metric by name; run it with lm_eval's own command"
+        )
     filters = settings.get("filter_list") or [{"name": "none"}]
     is_perplexity = "perplexity" in metric["metric"] or metric["metric"] == "bits_per_byte"
     return Column(
@@ -118,13 +118,26 @@ def run_task(lm: Any, task: HarnessTask, limit: int | None) -> TaskResult:
 
     # The shots of a document depend on how many were drawn before it: begin anew for every model.
     task.task.set_fewshot_seed(seed=SEED)
-    results = evaluate(
-        lm=lm,
-        task_dict={"tasks": {task.name: task.task}, "groups": {}},
-        limit=limit,
-        bootstrap_iters=_BOOTSTRAP,
-        log_samples=False,
-    )
+    try:
+        results = evaluate(
+            lm=lm,
+            task_dict={"tasks": {task.name: task.task}, "groups": {}},
+            limit=limit,
+            bootstrap_iters=_BOOTSTRAP,
+            log_samples=False,
+        )
+    except AssertionError as error:
+        # What the harness asserts of a run is that requests fit the model.
+        reason = str(error).strip().split("\n")[0] or "a request does not fit the model"
+        raise MidusError(
+            f"task {task.name!r} cannot be run within max_length={lm.max_length} ({reason}); "
+            "raise --max-length or take a model with more positions"
+        ) from error
+    except OverflowError as error:
+        raise MidusError(
+            f"task {task.name!r} gives a perplexity that is too large for a number; "
+            "look whether the model has diverged"
+        ) from error
     metrics = {
         key: float(value)
         for key, value in results["results"][task.name].items()
@@ -150,20 +163,22 @@ def pool(column: Column, results: list[TaskResult]) -> dict[str, float | int | N
     }
 
 
-def _load(name: str, column: Column, source: Source) -> HarnessTask:
+def _load(name: str, column: Column, data_dir: Path | None) -> HarnessTask:
     from lm_eval.tasks._index import Entry, Kind  # no public door to one task's settings
 
     manager = _manager(column.folder)
-    settings = _settings(manager.task_index[name].yaml_path)
-    documents = "/".join(filter(None, (settings["dataset_path"], settings.get("dataset_name"))))
-    if source.data_dir:
+    settings = _settings(name, manager.task_index[name].yaml_path)
+    documents = "/".join(filter(None, map(settings.get, ("dataset_path", "dataset_name"))))
+    advice = "check the connection, or give local files by --data-dir"
+    if data_dir:
         local = find_local(name)
         if local is None:
             raise MidusError(
-                f"task {name!r} has no local form, and data_dir={str(source.data_dir)!r} was "
-                "given; leave --data-dir out to read the hub"
+                f"task {name!r} has no local form, and data_dir={str(data_dir)!r} was given; "
+                "leave --data-dir out to read the hub"
             )
-        settings, documents = apply_local(settings, local, source.data_dir)
+        settings, documents = apply_local(settings, local, data_dir)
+        advice = f"mend its files in {data_dir}"
     entry = Entry(name=name, kind=Kind.TASK, yaml_path=None, cfg=settings)
     try:
         task = manager._factory.build(entry, registry=manager.task_index)
@@ -172,10 +187,7 @@ def _load(name: str, column: Column, source: Source) -> HarnessTask:
     except Exception as error:
         # The hub's client, its datasets and the network have errors of their own.
         reason = f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
-        raise MidusError(
-            f"task {name!r} cannot read {documents} ({reason}); check the connection, or give "
-            "local files by --data-dir"
-        ) from error
+        raise MidusError(f"task {name!r} cannot read {documents} ({reason}); {advice}") from error
     if column.shots > len(task.sampler.df):
         raise MidusError(
             f"task {name!r} has {len(task.sampler.df)} documents to take shots from, and "
@@ -186,10 +198,15 @@ def _load(name: str, column: Column, source: Source) -> HarnessTask:
     return HarnessTask(name, task, str(version), documents)
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _settings(name: str, path: Path) -> dict[str, Any]:
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    return dict(load_yaml(path, resolve_func=True))
+    try:
+        return dict(load_yaml(path, resolve_func=True))
+    except (Exception, SystemExit) as error:
+        # A task's own code is run, and wants packages and files of its own.
+        reason = f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
+        raise MidusError(f"task {name!r} cannot be set up ({reason})") from error
 
 
 def _tasks_folder() -> Path:

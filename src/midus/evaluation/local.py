@@ -60,10 +60,12 @@ def local_column(column: Column) -> Column:
     local = find_local(column.pattern)
     if local is None or local.name is None:
         return column
+    # One subject of MATH is not all of it.
+    name = local.name if column.pattern == local.replaces else f"{column.key} ({local.name})"
     return replace(
         column,
-        key=local.name,
-        label=local.name,
+        key=name,
+        label=name,
         tasks=column.pattern,
         variant_of=column.key,
     )
@@ -104,7 +106,10 @@ def apply_local(
     """
     part = settings.get("dataset_name")
     paths = _find_files(task, data_dir, settings)
-    documents = {split: _read(path, task.splits[split], part) for split, path in paths.items()}
+    name = task.name or settings["task"]
+    documents = {
+        split: _read(path, task.splits[split], part, name) for split, path in paths.items()
+    }
     changed = {**settings, **task.settings}
     if task.shots_every:
         (split,) = documents
@@ -119,31 +124,52 @@ def apply_local(
     return changed, _digest(task, paths)
 
 
-def _read(path: Path, entry: dict[str, str], part: str | None) -> list[Document]:
-    reader = entry.get("rows", "as_they_are")
+def _read(path: Path, entry: dict[str, str], part: str | None, task: str) -> list[Document]:
+    reader = entry.get("rows", "as_it_is")
     if reader in TEXT_READERS:
-        with open_file(path) as file:
-            documents = list(TEXT_READERS[reader](file.read().decode("utf-8")))
+        documents = _read_text(path, reader, task)
     else:
-        documents = list(ROW_READERS[reader](_rows(path, path.stat().st_mtime_ns)))
+        documents = _read_rows(path, reader, task, path.stat().st_mtime_ns)
     if where := entry.get("where"):
         documents = [doc for doc in documents if doc[where] == part]
-        if not documents:
-            raise MidusError(f"{path} has no rows whose {where} is {part!r}; fetch it again")
+    if not documents:
+        rows = f"rows whose {where} is {part!r}" if where else "documents"
+        raise MidusError(f"task {task!r} finds no {rows} in {path}; fetch the file again")
     return documents
 
 
+def _read_text(path: Path, reader: str, task: str) -> list[Document]:
+    try:
+        with open_file(path) as file:
+            return list(TEXT_READERS[reader](file.read().decode("utf-8")))
+    except (OSError, EOFError, ValueError, IndexError) as error:
+        raise MidusError(
+            f"{path} is no file of task {task!r} ({error}); fetch the file again"
+        ) from error
+
+
 @cache
-def _rows(path: Path, _written: int) -> list[Document]:
-    """A file's rows, read once for all of MMLU's subjects and again when it was written again."""
-    rows = []
+def _read_rows(path: Path, reader: str, task: str, _written: int) -> list[Document]:
+    """A file's documents, read once for all of MMLU's subjects, and again when it has changed."""
+    documents: list[Document] = []
     for row in read_rows(path):
-        if row.problem:
+        problem = row.problem
+        if problem is None:
+            try:
+                document = ROW_READERS[reader](row.value)
+                first = documents[0] if documents else document
+                lacking = [name for name in first if document.get(name) is None]
+                lacking = [name for name in lacking if first[name] is not None]
+                problem = f"it has no {lacking[0]!r}" if lacking else None
+                documents.append(document)
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                problem = f"{type(error).__name__}: {error}"
+        if problem:
             raise MidusError(
-                f"line {row.number} of {path} cannot be read: {row.problem}; fetch the file again"
+                f"line {row.number} of {path} is no row of task {task!r} ({problem}); "
+                "fetch the file again"
             )
-        rows.append(row.value)
-    return rows
+    return documents
 
 
 def _as_datasets(documents: dict[str, list[Document]]) -> Any:
@@ -153,7 +179,9 @@ def _as_datasets(documents: dict[str, list[Document]]) -> Any:
 
 
 def _digest(task: LocalTask, paths: dict[str, Path]) -> str:
-    digest = hashlib.sha256(repr(task).encode())
+    # How rows are read can change their number, too.
+    readers = files("midus").joinpath("evaluation", "local_rows.py").read_bytes()
+    digest = hashlib.sha256(repr(task).encode() + readers)
     for path in paths.values():
         digest.update(_file_digest(path, path.stat().st_mtime_ns))
     return digest.hexdigest()[:12]

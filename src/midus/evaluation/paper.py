@@ -169,13 +169,13 @@ PAPER["wikitext"] = PAPER["general"]
 def matching_rows(suite: str, configs: list[Any]) -> list[PaperRow]:
     """The paper's rows for these models, or its base and its own method where it has none.
 
-    Rows are matched by the shape of the base and the method; the stage is continual pre-training.
+    Rows are matched by the shape of the base and the method, after pre-training and fine-tuning.
 
     Args:
         suite: Which of the paper's tables.
         configs: The models' configs.
     """
-    rows = [row for row in PAPER.get(suite, ()) if row.stage.startswith("CPT")]
+    rows = PAPER.get(suite, ())
     matched: list[PaperRow] = []
     for config in configs:
         name = _method(config)
@@ -185,7 +185,9 @@ def matching_rows(suite: str, configs: list[Any]) -> list[PaperRow]:
     return matched or [
         row
         for row in rows
-        if row.backbone == "Llama-3.2-1B" and row.method in ("Base", "MIDUS-HML")
+        if row.backbone == "Llama-3.2-1B"
+        and row.stage.startswith("CPT")
+        and row.method in ("Base", "MIDUS-HML")
     ]
 
 

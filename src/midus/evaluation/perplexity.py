@@ -10,8 +10,10 @@ from torch.nn.functional import cross_entropy
 
 from midus.errors import MidusError
 from midus.evaluation.verify import Track
+from midus.models.fitting import refuse_too_long
 
 _ROWS_AT_ONCE = 512
+_WINDOW = 1024
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Perplexity:
     num_tokens: int
     """Tokens that were predicted: all but the first of each window."""
     num_windows: int
+    window: int
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -32,7 +35,7 @@ def perplexity(
     model: Any,
     ids: Tensor,
     *,
-    window: int = 1024,
+    window: int | None = None,
     track: Track = lambda items, _: items,
 ) -> Perplexity:
     """Reads a text in whole windows; what is left over at its end is not read.
@@ -40,13 +43,18 @@ def perplexity(
     Args:
         model: In evaluation mode, on its device.
         ids: The text's tokens.
-        window: Tokens a forward pass sees.
+        window: Tokens a forward pass sees; default: 1,024, or the model's positions if fewer.
         track: Wraps the windows in a progress bar.
     """
-    if window < 2 or len(ids) < window:
+    if window is None:
+        window = min(_WINDOW, model.config.max_position_embeddings)
+    if window < 2:
+        raise MidusError(f"window={window} predicts nothing; give at least 2 tokens")
+    refuse_too_long(window, model.config, "window")
+    if len(ids) < window:
         raise MidusError(
             f"the text has {len(ids)} tokens, less than one window of {window}; give a longer "
-            "text or a --window of at least 2 and at most that"
+            "text or a smaller --window"
         )
     windows = [piece for piece in ids.split(window) if len(piece) == window]
     total = sum(_nll(model, piece) for piece in track(windows, "reading"))
@@ -55,6 +63,7 @@ def perplexity(
         perplexity=_exp(total / num_tokens),
         num_tokens=num_tokens,
         num_windows=len(windows),
+        window=window,
     )
 
 

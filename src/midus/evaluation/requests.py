@@ -18,13 +18,12 @@ import torch
 
 from midus.errors import MidusError
 from midus.evaluation.harness import HarnessTask, TaskResult, run_task
-from midus.evaluation.scoring import RENDER_NAME, read_scores, requests_path
+from midus.evaluation.scoring import RENDER_NAME, read_scores, requests_path, tokenizer_digest
 from midus.reports import write_json
 
 
 def render(
     tokenizer: Any,
-    vocab_size: int,
     max_length: int,
     tasks: list[HarnessTask],
     folder: Path,
@@ -35,7 +34,6 @@ def render(
 
     Args:
         tokenizer: Of the model that will be scored.
-        vocab_size: Of that model.
         max_length: Tokens a forward pass may see.
         tasks: What to ask.
         folder: Where to write.
@@ -44,14 +42,20 @@ def render(
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder / "tokenizer")
-    counts, digests = {}, {}
+    counts, digests, requests = {}, {}, {}
     for task in tasks:
         recorder = _silent_lm(tokenizer, max_length)
         run_task(recorder, task, limit)
         counts[task.name] = recorder.count
         digests[task.name] = recorder.asked.hexdigest()
+        requests[task.name] = hashlib.sha256(json.dumps(recorder.lines).encode()).hexdigest()
         _write_lines(requests_path(folder, task.name), recorder.lines)
-    found = {"counts": counts, "digests": digests, "vocab_size": vocab_size}
+    found = {
+        "counts": counts,
+        "digests": digests,
+        "requests": requests,
+        "tokenizer": tokenizer_digest(tokenizer),
+    }
     write_json(folder / RENDER_NAME, {"kind": "midus.eval.render", **found, **facts})
     return counts
 

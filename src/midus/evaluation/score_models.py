@@ -1,6 +1,5 @@
 """Whole models on rendered requests, and what their answers come to."""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +12,17 @@ from midus.evaluation.scoring import (
     SCORES_NAME,
     Share,
     open_scores,
+    read_meta,
     read_render,
     rendered_tokenizer,
     score_task,
+    tokenizer_digest,
 )
 from midus.evaluation.verify import Track
 from midus.models.configuration import read_config
+from midus.models.fitting import refuse_too_long
 from midus.models.identity import model_id
-from midus.models.loading import load_model
+from midus.models.loading import load_model, load_tokenizer
 from midus.models.record import is_delta
 from midus.models.sources import resolve_source
 from midus.reports import machine_name
@@ -59,19 +61,18 @@ def score_models(
     """
     facts = read_render(rendered)
     share = Share.from_environment()
-    names = _folder_names(models)
     if device is None and torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     tokenizer = rendered_tokenizer(rendered)
-    for source, name in zip(models, names, strict=True):
+    for source in models:
         config = read_config(resolve_source(source))
-        if config.vocab_size < facts["vocab_size"]:
+        if tokenizer_digest(load_tokenizer(source)) != facts["tokenizer"]:
             raise MidusError(
-                f"{source} has a vocabulary of {config.vocab_size}, and the requests were "
-                f"rendered for one of {facts['vocab_size']}; render them for this model"
+                f"{source} has another tokenizer than {facts['model']}, which the requests in "
+                f"{rendered} were rendered for; render them for this model"
             )
-        folder = output / name
-        folder.mkdir(parents=True, exist_ok=True)
+        refuse_too_long(facts["max_length"], config, "the rendering's max_length")
+        folder = _folder_for(source, output)
         model = load_model(
             source, base=base if is_delta(config) else None, dtype=dtype, device=device
         )
@@ -82,7 +83,7 @@ def score_models(
                 "model": source,
                 "model_id": model_id(source),
                 "dtype": str(model.dtype).removeprefix("torch."),
-                "digests": facts["digests"],
+                "requests": facts["requests"],
                 "hardware": torch.cuda.get_device_name() if on_gpu else machine_name(),
             },
         )
@@ -129,8 +130,8 @@ def aggregate_scores(
     tokenizer = rendered_tokenizer(rendered)
     models, machines = [], []
     for folder in folders:
-        meta = json.loads((folder / SCORES_NAME).read_text())
-        if meta["digests"] != facts["digests"]:
+        meta = read_meta(folder)
+        if meta["requests"] != facts["requests"]:
             raise MidusError(f"{folder} answers other requests than {rendered} holds")
         machines.append(meta["hardware"])
         done = {}
@@ -150,10 +151,17 @@ def aggregate_scores(
     return models, ", ".join(dict.fromkeys(machines))
 
 
-def _folder_names(models: list[str]) -> list[str]:
-    names = [Path(model).name or model for model in models]
-    # Two models may both lie in a folder called "model".
-    return [
-        name if names.count(name) == 1 else f"{name}-{model_id(model)}"
-        for name, model in zip(names, models, strict=True)
-    ]
+def _folder_for(model: str, output: Path) -> Path:
+    """The folder of a model's answers: the one it has, or one under its name, or under its id."""
+    identity = model_id(model)
+    for path in sorted(output.glob(f"*/{SCORES_NAME}")):
+        if read_meta(path.parent).get("model_id") == identity:
+            return path.parent
+    path = Path(model).expanduser()
+    name = path.resolve().name if path.exists() else path.name
+    folder = output / name
+    # Many models lie in a folder called "model".
+    if (folder / SCORES_NAME).exists():
+        folder = output / f"{name}-{identity}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -5,9 +5,11 @@ killed run goes on, and `torchrun` on any number of GPUs needs no communication.
 """
 
 import gzip
+import hashlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,22 +60,46 @@ def read_render(folder: Path) -> dict[str, Any]:
     path = folder / RENDER_NAME
     if not path.is_file():
         raise MidusError(f"{folder} has no {RENDER_NAME}; give a folder that `eval render` wrote")
+    facts = _read_object(path, "render it again")
+    if facts.get("kind") != "midus.eval.render":
+        raise MidusError(f"{path} is none that `midus eval render` wrote; render it again")
+    return facts
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """What a folder of scores says of itself."""
+    return _read_object(folder / SCORES_NAME, "score into another folder")
+
+
+def _read_object(path: Path, advice: str) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text()))
-    except ValueError as error:
-        raise MidusError(f"{path} cannot be read ({error}); render it again") from error
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise MidusError(f"{path} cannot be read ({error}); {advice}") from error
+    if not isinstance(value, dict):
+        raise MidusError(f"{path} holds a {type(value).__name__}, not an object; {advice}")
+    return value
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Tells tokenizers apart: vocabulary, special tokens, and how a line of text is cut."""
+    sample = tokenizer("Naïve 1,234 + 5.6 = ?\n\tdef f(x): return 'x'  # ok").input_ids
+    facts = [sorted(tokenizer.get_vocab().items()), sample]
+    facts += [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def open_scores(folder: Path, facts: dict[str, Any]) -> None:
     """Begins or continues a folder of scores, and refuses one of another model or rendering."""
     path = folder / SCORES_NAME
     if path.is_file():
-        there = json.loads(path.read_text())
-        for name, value in facts.items():
-            if there.get(name) != value:
+        there = read_meta(folder)
+        for name in ("model_id", "dtype", "requests"):
+            if there.get(name) != facts[name]:
+                mine = "others" if name == "requests" else repr(facts[name])
                 raise MidusError(
-                    f"{folder} holds scores of {name}={there.get(name)!r}, and this run has "
-                    f"{value!r}; give another folder"
+                    f"{folder} holds scores of {there.get('model')} whose {name} differ from this "
+                    f"run's ({mine}); give another folder"
                 )
         return
     write_json(path, {"kind": "midus.eval.scores", **facts, "conditions": conditions()})
@@ -303,7 +329,8 @@ def _read_lines(folder: Path, task: str) -> list[dict[str, Any]]:
 def _read_parts(folder: Path, task: str) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob(f"{task}.*-of-*.jsonl")):
         for line in path.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):
+            # A line that a kill or a full disk has torn is asked again.
+            with suppress(ValueError):
                 yield json.loads(line)
 
 

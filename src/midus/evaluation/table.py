@@ -36,7 +36,6 @@ class Line:
     higher_is_better: bool
     cells: tuple[Cell, ...]
     paper: tuple[float | None, ...]
-    is_mean: bool = False
 
 
 def make_lines(
@@ -132,12 +131,14 @@ def eval_document(
                 "variant_of": None,
             }
         )
+    keys = _measured_keys(suite.average, selection) if suite.average else None
+    over = keys or (list(suite.average.over) if suite.average else [])
+    comparable = keys is not None and not _has_variants(keys, selection)
     return {
         "suite": suite.name,
         "limit": limit,
         "columns": columns,
-        "average": suite.average
-        and {"label": suite.average.label, "over": list(suite.average.over)},
+        "average": suite.average and {"label": suite.average.label, "over": over},
         "missing": list(selection.missing),
         "rows": rows,
         "paper": [
@@ -146,7 +147,7 @@ def eval_document(
                 "backbone": row.backbone,
                 "stage": row.stage,
                 "scores": row.scores,
-                "average": row.average,
+                "average": row.average if comparable else None,
             }
             for row in paper
         ],
@@ -166,9 +167,7 @@ def _mean_line(
         None if not comparable else row.average if is_average else row.scores.get(mean.label)
         for row in paper
     )
-    return Line(
-        mean.label, mean.label, "mean", None, True, True, _cells(values, True), printed, True
-    )
+    return Line(mean.label, mean.label, "mean", None, True, True, _cells(values, True), printed)
 
 
 def _measured_keys(mean: Mean, selection: Selection) -> list[str] | None:

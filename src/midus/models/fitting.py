@@ -46,3 +46,12 @@ def refuse_misfit(shapes: Mapping[str, tuple[int, ...]], config: Any, source: st
                 f"{source} has {name!r} of shape {list(stored[name])}, and its config calls for "
                 f"{list(tensor.shape)}; config and weights do not fit together"
             )
+
+
+def refuse_too_long(length: int | None, config: Any, option: str) -> None:
+    """Refuses to let a model read further than its positions go."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if length is not None and positions is not None and length > positions:
+        raise MidusError(
+            f"{option}={length} is more than the model's {positions} positions; lower it"
+        )
