@@ -63,6 +63,17 @@ def test_json_and_figure_are_written_and_a_summary_is_printed(midus, model, text
     assert "64 tokens in windows of 16; hml, 4 heads of 64 slots, 4 read a token" in result.out
 
 
+def test_hubs_are_marked(midus, model, tmp_path):
+    text = tmp_path / "same.txt"
+    text.write_text("w5 " * 64)  # every token reads the same slots
+    options = ("--text", text, "--window", 16, "--max-tokens", 64, "--top", 400)
+    result = midus("analyze", "slots", model, *options, "-o", tmp_path / "out")
+    slots = json.loads((tmp_path / "out" / "slots.json").read_text())["busiest"]["slots"]
+    hubs = sum(slot["count"] >= 32 for slot in slots)
+    assert hubs > 0
+    assert result.out.count(", hub") == hubs
+
+
 def test_json_output_is_the_file_and_the_folder_is_named_after_the_model(
     midus, model, text, tmp_path, monkeypatch
 ):

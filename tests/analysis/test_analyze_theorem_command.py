@@ -6,6 +6,7 @@ import pytest
 from tiny import fill_tables, load, save_base
 
 from midus.analysis import theorem_checks
+from midus.cli.analyze_theorem import _percent
 from midus.models.identity import model_id
 
 COMMON = ("kind", "model", "model_id", "hardware", "versions", "commit", "date", "command")
@@ -109,6 +110,10 @@ def test_bad_input_is_refused(midus, base, model, text, tmp_path):
     out = ("-o", tmp_path / "out")
     assert_refused(midus("analyze", "theorem", "--instances", 0, *out), "instances=0")
     assert_refused(midus("analyze", "theorem", "--seed", -1, *out), "seed=-1")
+    for file in (text, text / "below"):
+        # Both are wrong; the folder is looked at before the work.
+        refused = midus("analyze", "theorem", "--instances", 0, "-o", file)
+        assert_refused(refused, "words.txt is a file; give a folder with --output")
     assert_refused(midus("analyze", "theorem", "--block", 1, *out), "block='1'", "MODEL")
     few = ("--instances", 1, *out)
     refused = midus("analyze", "theorem", model, "--block", 2, *few)
@@ -117,3 +122,10 @@ def test_bad_input_is_refused(midus, base, model, text, tmp_path):
     missing = midus("analyze", "theorem", model, "--text", tmp_path / "none.txt", *few)
     assert_refused(missing, "none.txt")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(1.0, "100.0 %"), (0.3704, "37.0 %"), (1e-5, "0.001 %"), (0.0, "0 %")]
+)
+def test_shares_are_printed_without_powers_of_ten(share, text):
+    assert _percent(share) == text

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import TOLERANCE
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from midus.analysis import theorem_checks
 from midus.analysis.fixed_retrieval import (
@@ -378,3 +379,21 @@ def test_rank_curves_fall_from_no_correction_to_the_head_wise_loss():
     assert exact.hive_loss[4] > exact.headwise_loss + 0.01
     assert near.hive_loss[near.head_width] > near.headwise_loss + 0.01
     assert near.headwise_loss == pytest.approx(exact.headwise_loss)
+
+
+def test_the_shared_bank_needs_no_matrix_a_head_over_all_slots():
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            tensors = found if isinstance(found, tuple) else (found,)
+            sizes.extend(t.numel() for t in tensors if isinstance(t, torch.Tensor))
+            return found
+
+    generator = torch.Generator().manual_seed(0)
+    retrieval = Retrieval.of(torch.rand(8, 4, 50, generator=generator))
+    target = torch.rand(8, 4, 3, generator=generator).double()
+    with Sizes():
+        shared_bank(retrieval, target)
+    assert max(sizes) == 50 * 50

@@ -345,7 +345,7 @@ PIQA_ROW = {"goal": "boil eggs", "sol1": "use ice", "sol2": "use a pot ", "label
 
 def test_rows_become_contexts_and_right_continuations(tmp_path):
     path = tmp_path / "rows.jsonl"
-    rows = [PIQA_ROW, {**PIQA_ROW, "label": 0}, {"context": "a b", "continuation": "c"}]
+    rows = [PIQA_ROW, {**PIQA_ROW, "label": 0.0}, {"context": "a b", "continuation": "c"}]
     path.write_text("\n".join(map(json.dumps, rows)))
     assert read_examples(path) == [
         Example("Question: boil eggs\nAnswer:", " use a pot ", "piqa"),

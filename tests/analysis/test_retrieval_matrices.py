@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from tiny import MEMORY, TOLERANCE, grown, prompt_ids, relative_error
 
 from midus import MemoryConfig
+from midus.analysis import retrieval_matrices
 from midus.analysis.retrieval_matrices import collect_retrieval, middle_block
 from midus.analysis.theorem_model import check_model
 from midus.errors import MidusError
@@ -119,7 +120,7 @@ def test_other_layers_with_one_weight_a_slot_work(kind, ids):
 
 def test_ultramem_has_no_one_matrix(ids):
     model = grown(memory=MemoryConfig(kind="ultramem", num_subkeys=8, top_k=4))
-    with pytest.raises(MidusError, match="use a model with hml, pkm or linear"):
+    with pytest.raises(MidusError, match="use a model with hml memory"):
         collect_retrieval(model, ids)
 
 
@@ -173,3 +174,18 @@ def test_fewer_tokens_than_the_rank_are_enough(model, ids):
     found, values = check_model(collect_retrieval(model, ids[:3], BLOCK))
     assert values["num_tokens"] == 2
     assert found.failures() == []
+
+
+def test_more_slots_than_can_be_solved_for_are_refused(model, ids, monkeypatch):
+    num_slots = collect_retrieval(model, ids).matrix.shape[-1]
+    monkeypatch.setattr(retrieval_matrices, "_MOST_BYTES", 8 * num_slots**2)
+    collect_retrieval(model, ids)
+    monkeypatch.setattr(retrieval_matrices, "_MOST_BYTES", 8 * num_slots**2 - 1)
+    with pytest.raises(MidusError, match=f"12 tokens read {num_slots} slots, .* lower --tokens"):
+        collect_retrieval(model, ids)
+
+
+def test_windows_are_no_longer_than_the_model_reads(ids):
+    model = grown(max_position_embeddings=6).double()
+    expected = collect_retrieval(model, ids, window=6)
+    assert collect_retrieval(model, ids).target.equal(expected.target)

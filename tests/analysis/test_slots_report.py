@@ -8,7 +8,14 @@ import torch
 from tiny import VOCAB, every_family, fill_tables, grown, prompt_ids, tiny_base
 
 from midus import MemoryConfig, UpscaleConfig, upscale
-from midus.analysis.slot_contexts import NUM_CONTEXTS, NUM_TOKENS, TOKENS_LEFT, TOKENS_RIGHT
+from midus.analysis import slot_values
+from midus.analysis.slot_contexts import (
+    NUM_CONTEXTS,
+    NUM_TOKENS,
+    TOKENS_LEFT,
+    TOKENS_RIGHT,
+    is_hub,
+)
 from midus.analysis.slot_values import realised_values, token_logits, value_norms, written_values
 from midus.analysis.slots import analyze_slots
 from midus.errors import MidusError
@@ -388,6 +395,7 @@ def test_values_are_read_in_full_precision():
     ("options", "said"),
     [
         ({"window": 25}, "24 tokens, fewer than one window of 25"),
+        ({"window": 20}, "window=20 is more than the 16 tokens the model reads"),
         (
             {"window": 24, "block": 2},
             "block=2 is no memory block .* choose one of 1, 4",
@@ -395,8 +403,9 @@ def test_values_are_read_in_full_precision():
     ],
 )
 def test_what_cannot_be_read_is_refused(options, said):
+    limit = 16 if options["window"] == 20 else 24
     with pytest.raises(MidusError, match=said):
-        analyze_slots(grown(), Words(), text(), **options)
+        analyze_slots(grown(max_position_embeddings=limit), Words(), text(), **options)
 
 
 def test_a_model_without_memory_and_a_foreign_tokenizer_are_refused():
@@ -404,3 +413,15 @@ def test_a_model_without_memory_and_a_foreign_tokenizer_are_refused():
         analyze_slots(tiny_base(), Words(), text(), window=24)
     with pytest.raises(MidusError, match=f"token {VOCAB}, .* vocabulary of {VOCAB}"):
         analyze_slots(grown(), Words(), torch.tensor([1, VOCAB]), window=2)
+
+
+def test_norms_that_hardly_differ_have_a_histogram(monkeypatch):
+    norms = torch.tensor([[1.5, torch.nextafter(torch.tensor(1.5), torch.tensor(2.0))]])
+    monkeypatch.setattr(slot_values, "value_norms", lambda block: norms)
+    block = grown().model.layers[1]
+    assert sum(slot_values.describe_norms(block)["histogram"]["counts"]) == 2
+
+
+def test_a_hub_fires_at_half_of_the_tokens():
+    assert is_hub(8, 16)
+    assert not is_hub(7, 16)

@@ -158,3 +158,11 @@ def test_values_that_are_no_numbers_are_left_out():
     rows = [{"step": 0, "loss": None}, {"step": 1, "loss": float("nan")}, {"step": 2, "loss": 1.0}]
     (losses,) = training_charts([("a", run(rows))])
     assert losses.series[0].points == [(2, 1.0)]
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, 10**400], ids=["high", "low", "integer"])
+def test_values_no_axis_can_hold_are_left_out(value):
+    rows = [{"step": 0, "loss": value}, {"step": 1, "loss": -value}, {"step": 2, "loss": 1.0}]
+    (losses,) = training_charts([("a", run(rows))])
+    assert losses.series[0].points == [(2, 1.0)]
+    assert draw(losses).y_ticks

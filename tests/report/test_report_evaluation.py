@@ -1,7 +1,9 @@
 """The evaluation tables."""
 
+import pytest
 from pages import Page, evaluation, write_json
 
+from midus.errors import MidusError
 from midus.report import collect, render
 
 OTHER = "f" * 12
@@ -77,6 +79,55 @@ def test_a_task_on_other_documents_says_so(tmp_path):
     document = evaluation(ROWS)
     document["columns"][0]["variant_of"] = "arc"
     assert "ARC: other documents than those of arc." in page_of(tmp_path, document).root.text
+
+
+def with_variant(over, rows=ROWS, **values):
+    """PIQA was measured on other documents; the average names its tasks as given."""
+    document = evaluation(rows, paper=PAPER, **values)
+    document["columns"][1] |= {"task": "piqa_untitled", "label": "PIQA*", "variant_of": "piqa"}
+    for row in document["rows"]:
+        row["scores"]["piqa_untitled"] = row["scores"].pop("piqa")
+    document["average"]["over"] = over
+    return document
+
+
+@pytest.mark.parametrize("over", [["arc_easy", "piqa"], ["arc_easy", "piqa_untitled"]])
+def test_an_average_with_a_variant_says_so_and_has_none_of_the_papers_beside_it(tmp_path, over):
+    page = page_of(tmp_path, with_variant(over))
+    assert "Average counts piqa_untitled for piqa, for base, grown." in page.root.text
+    assert "Partial" not in page.root.text
+    rows = page.table("Scores")
+    assert rows[0][-1] == "Average mean of 2, with piqa_untitled ↑"
+    assert rows[1][-1] == "56.25"
+    assert rows[-1] == ["MIDUS-HML", "65.50", "–", "12.40", "–"]  # noqa: RUF001
+
+
+def test_averages_over_other_documents_do_not_compete(tmp_path):
+    plain = evaluation(ROWS[:1], paper=PAPER)
+    page = page_of(tmp_path, plain, with_variant(["arc_easy", "piqa_untitled"], ROWS[1:]))
+    assert "57.50" not in best_cells(page)
+    first, *_, last = page.table("Scores")
+    paper = dict(zip(first, last, strict=True))
+    assert paper["Average mean of 2 ↑"] == "53.25"
+    assert paper["Average mean of 2, with piqa_untitled ↑"] == "–"  # noqa: RUF001
+
+
+def test_the_papers_average_needs_all_of_its_tasks(tmp_path):
+    document = evaluation([("m", OTHER, 0.5, None, 9.0)], missing=["piqa"], paper=PAPER)
+    document["columns"] = [c for c in document["columns"] if c["task"] != "piqa"]
+    assert page_of(tmp_path, document).table("Scores")[-1][-1] == "–"  # noqa: RUF001
+
+
+@pytest.mark.parametrize("change", [{"rows": 5}, {"missing": 5}, {"suite": {}}])
+def test_a_file_of_another_shape_is_named(tmp_path, change):
+    with pytest.raises(MidusError, match=r"0\.json is not a midus\.eval file this midus can show"):
+        page_of(tmp_path, {**evaluation(ROWS), **change})
+
+
+def test_a_row_whose_id_is_no_text_goes_by_its_name(tmp_path):
+    document = evaluation(ROWS)
+    document["rows"][0]["model_id"] = {"a": 1}
+    assert [row[0] for row in page_of(tmp_path, document).table("Scores")[1:]] == ["base", "grown"]
 
 
 def test_files_of_one_suite_make_one_table_and_other_limits_another(tmp_path):

@@ -213,6 +213,9 @@ def test_numbers_of_heads_slots_and_theorem_are_in_tables(full):
     assert use[1][:5] == ["1", "25.0 %", "0.500", "0.400", "20.0 %"]
     tokens = [e.text for e in page.all("code") if e.attrs.get("class") == "token"]
     assert tokens == ["␣the", "⏎", "␣the", "⏎", "␣sea", "⟨x⟩"]
+    (_, slot) = page.table("Busiest slots of block 1")
+    assert slot[0] == "head 2, slot 17"
+    assert slot[2] == "␣the 2.0-fold ⏎ 2.0-fold"
     (mark,) = page.all("mark")
     assert mark.text == "the"
     assert mark.parents[-1].text.strip() == "over the sea & <b>"
@@ -306,3 +309,45 @@ def test_colours_have_the_contrast_of_wcag_aa(full, scheme):
     assert contrast(names["base-ink"], names["base"]) >= 4.5
     for kind in ("memory", "copy"):
         assert contrast(names["on-colour"], names[kind]) >= 4.5, kind
+
+
+def test_a_slot_that_half_of_the_tokens_read_is_a_hub(tmp_path):
+    document = slots("m", "a" * 12)
+    (hub,) = document["busiest"]["slots"]
+    document["busiest"]["slots"] = [{**hub, "count": 512}, {**hub, "slot": 3, "count": 511}]
+    page = Page(render(collect([str(write_json(tmp_path / "s.json", document))])))
+    rows = page.table("Busiest slots of block 1")
+    assert [row[0] for row in rows[1:]] == ["head 2, slot 17 hub", "head 2, slot 3"]
+
+
+def test_variances_of_a_layer_stand_beside_those_of_its_own_block_in_the_base(tmp_path):
+    document = heads("m", "a" * 12)
+    kinds = [("base", 0), ("memory", 1), ("base", 1), ("base", 2)]
+    document["layers"]["model"] = [
+        {"index": i, "base_index": base, "kind": kind} for i, (kind, base) in enumerate(kinds)
+    ]
+    document["importance"]["model"] = [[0.1, 0.5]] * 4
+    document["variance"] = {"base": [0.11, 0.12, 0.13], "model": [0.21, 0.22, 0.23, 0.24]}
+    page = Page(render(collect([str(write_json(tmp_path / "h.json", document))])))
+    rows = page.table("Head importance by layer")
+    assert [(row[1], *row[4:]) for row in rows[1:]] == [
+        ("base 0", "0.21", "0.11"),
+        ("memory (from 1)", "0.22", ""),
+        ("base 1", "0.23", "0.12"),
+        ("base 2", "0.24", "0.13"),
+    ]
+
+
+@pytest.mark.parametrize("change", [{"conditions": None}, {"tokens": "x"}, {"tokens": None}])
+def test_a_result_of_a_run_that_lacks_something_is_shown(tmp_path, change):
+    run = make_run(tmp_path / "run")
+    values = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps({**values, **change}))
+    rows = dict(Page(render(collect([str(run)]))).table("What training came to")[1:])
+    assert rows["steps"] == "20"
+
+
+def test_headings_of_scores_may_wrap(full):
+    (style,) = Page(full).all("style")
+    (rule,) = re.findall(r"thead small \{(.*?)\}", style.text)
+    assert "nowrap" not in rule

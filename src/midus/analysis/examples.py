@@ -80,7 +80,7 @@ def _example(row: Any, place: str) -> Example:
             raise MidusError(
                 f"{place}: label={row.get('label')!r} must be 0 or 1, the solution that is correct"
             )
-        solution = _text(row, f"sol{row['label'] + 1}", place)
+        solution = _text(row, f"sol{int(row['label']) + 1}", place)
         context = f"Question: {_text(row, 'goal', place)}\nAnswer:"
         return Example(context, f" {solution}", "piqa")
     if "context" in row or "continuation" in row:

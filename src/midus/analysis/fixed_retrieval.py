@@ -81,10 +81,10 @@ def headwise_loss(retrieval: Retrieval, target: Tensor) -> Tensor:
 
 def shared_bank(retrieval: Retrieval, target: Tensor) -> Tensor:
     """``V*_sh = (sum_h A_h^T A_h)^+ sum_h A_h^T Y_h``, Proposition 1: ``[N, O]``."""
-    transposed = retrieval.matrix.mT
-    gram = (transposed @ retrieval.matrix).sum(0)
+    rows = retrieval.matrix.flatten(0, 1)  # all heads' rows, so that no sum needs [H, N, N]
+    gram = rows.mT @ rows
     inverse: Tensor = torch.linalg.pinv(gram, rtol=RANK_TOLERANCE**2, hermitian=True)
-    return inverse @ (transposed @ target).sum(0)
+    return inverse @ (rows.mT @ target.flatten(0, 1))
 
 
 def solve_shared(retrieval: Retrieval, target: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ are listed apart. A variance rises with the scores themselves, so the summary ha
 coefficient too, which does not.
 """
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from midus.analysis.examples import Example
 from midus.analysis.head_importance import Loss, Reduction, Track, head_importance
 from midus.errors import MidusError
 from midus.models.configuration import read_config
-from midus.models.families import is_upscaled
+from midus.models.families import PREFIX, is_upscaled
 from midus.models.identity import model_id
 from midus.models.loading import load_model, load_tokenizer
 from midus.models.record import base_of, is_delta, num_base_layers, record_of
@@ -37,7 +38,9 @@ def compare_heads(
     device: str | None = None,
     track: Track = lambda items, _: items,
 ) -> dict[str, Any]:
-    """Scores of both models, one after the other, in one type; a plain model stands alone.
+    """Scores of both models, one after the other, in one type.
+
+    A plain model stands alone, and so does a full one whose recorded base is gone.
 
     Args:
         model: The grown model, as ``load_model`` takes it.
@@ -167,22 +170,37 @@ def _find_base(model: str, config: Any, base: str | None) -> tuple[str | None, P
     if not record_of(config):
         return None, None
     recorded = base_of(config)
-    if not recorded.get("id"):
-        raise MidusError(f"{model} does not record its base; give it with --base")
     try:
+        if not recorded.get("id"):
+            raise MidusError(f"{model} does not record its base")
         return recorded["id"], resolve_source(recorded["id"], recorded.get("revision"))
     except MidusError as error:
-        raise MidusError(
-            f"the recorded base cannot be used: {error}; or give another with --base"
-        ) from error
+        if is_delta(config):
+            raise MidusError(
+                f"the recorded base cannot be used: {error}; or give another with --base"
+            ) from error
+        warnings.warn(
+            f"the recorded base cannot be used: {error}; the model is measured alone, give "
+            "--base to compare",
+            stacklevel=3,
+        )
+        return None, None
 
 
 def _refuse_mismatch(model: str, config: Any, base: str, base_config: Any) -> None:
-    for what, own, others in (
-        ("base blocks", num_base_layers(config), base_config.num_hidden_layers),
-        ("heads", config.num_attention_heads, base_config.num_attention_heads),
-    ):
+    for own, others in zip(_shape(config), _shape(base_config), strict=True):
         if own != others:
             raise MidusError(
-                f"{model} has {own} {what} and {base} has {others}; give the base it was made from"
+                f"{model} has {own} and {base} has {others}; give the base it was made from"
             )
+
+
+def _shape(config: Any) -> tuple[str, ...]:
+    """What a grown model has from its base, in words."""
+    return (
+        f"the model type {config.model_type.removeprefix(PREFIX)}",
+        f"{num_base_layers(config)} base blocks",
+        f"{config.num_attention_heads} heads",
+        f"the width {config.hidden_size}",
+        f"a vocabulary of {config.vocab_size}",
+    )

@@ -57,7 +57,7 @@ def plot_heads(values: dict[str, Any], path: Path, model: str) -> None:
     *axes, variance_axes = figure.subplots(1, len(widths), width_ratios=widths)
     for ax, heatmap in zip(axes, heatmaps, strict=True):
         image = _draw_heatmap(ax, heatmap, top)
-    axes[0].set_ylabel(_LAYER if values["base"] else "layer")
+    axes[0].set_ylabel(_LAYER if inserted else "layer")
     bar = figure.colorbar(
         image, ax=axes, location="bottom", extend="max", pad=0.02, aspect=45, shrink=0.85
     )
@@ -127,12 +127,12 @@ def _draw_variance(
         colour = _COLOURS[inserted[0]["kind"]]
         draw(inserted, "model", "D", colour, f"model, {_blocks(inserted)}, at their anchors")
     ax.set_yscale("log")
-    ax.set(xlabel=_LAYER if values["base"] else "layer", ylabel=f"variance of {_score(values)}")
+    ax.set(xlabel=_LAYER if inserted else "layer", ylabel=f"variance of {_score(values)}")
     letter = "c" if values["base"] else "b"
     ax.set_title(f"({letter}) variance over the heads of a layer", fontsize=10.5, loc="left")
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
-    if values["base"]:
+    if values["base"] or inserted:
         ax.legend(framealpha=0.9, edgecolor="none", fontsize=9)
 
 

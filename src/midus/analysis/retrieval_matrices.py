@@ -21,6 +21,8 @@ from midus.memory.hive import HiveValues
 from midus.models.record import inserted_positions
 
 Track = Callable[[Iterable[Any], str], Iterable[Any]]
+# Of the [N, N] matrix that the shared bank is solved with.
+_MOST_BYTES = 2e9
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,13 @@ def collect_retrieval(
         model: A model with memory blocks, in evaluation mode.
         ids: Tokens of the text ``[T + 1]``; the last one is predicted only.
         block: Final index of a memory block; default: the middle one.
-        window: Tokens a forward pass sees.
+        window: Tokens a forward pass sees; at most as many as the model can.
         track: Wraps the loop in a progress bar.
     """
     check_memory(model.config, block)
     block = middle_block(model.config) if block is None else block
     _check_ids(ids, model.config.vocab_size)
+    window = min(window, getattr(model.config, "max_position_embeddings", None) or window)
     # Windows overlap by a token: the last one of each is read by none of its rows.
     pieces = [ids[start : start + window + 1] for start in range(0, len(ids) - 1, window)]
     memory = model.model.layers[block].memory
@@ -104,7 +107,7 @@ def _read_window(model: Any, memory: Any, piece: Tensor) -> tuple[Tensor, Tensor
     if weights.shape != slot_idx.shape:
         raise MidusError(
             "this memory layer weighs a slot once for each of its cores and so has no one "
-            "retrieval matrix; use a model with hml, pkm or linear memory"
+            "retrieval matrix; use a model with hml memory"
         )
     target = -gradient[0].unflatten(-1, (memory.num_heads, -1))
     return slot_idx[0].cpu(), weights[0].cpu().double(), target.cpu().double()
@@ -137,6 +140,12 @@ def _retrieval_matrix(slot_idx: Tensor, weights: Tensor) -> Tensor:
     """A_h from ``[T, H, K]`` slots and weights, over the slots that are read: ``[H, T, N]``."""
     read, column = slot_idx.unique(return_inverse=True)
     num_tokens, num_heads, _ = slot_idx.shape
+    size = weights.element_size() * len(read) ** 2
+    if size > _MOST_BYTES:
+        raise MidusError(
+            f"{num_tokens:,} tokens read {len(read):,} slots, whose products with each other take "
+            f"{size / 1e9:.1f} GB; lower --tokens"
+        )
     matrix = weights.new_zeros(num_heads, num_tokens, len(read))
     return matrix.scatter_add_(-1, column.movedim(1, 0), weights.movedim(1, 0))
 

@@ -17,6 +17,12 @@ NUM_TOKENS = 8
 """Tokens named for a slot: those that fire it, follow it, are promoted, are suppressed."""
 NUM_CONTEXTS = 5
 TOKENS_LEFT, TOKENS_RIGHT = 16, 8
+_HUB_SHARE = 0.5
+
+
+def is_hub(count: int, num_tokens: int) -> bool:
+    """Whether a slot fires at so many tokens that it tells little about any of them."""
+    return count >= _HUB_SHARE * num_tokens
 
 
 @dataclass

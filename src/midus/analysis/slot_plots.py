@@ -125,6 +125,8 @@ def _plot_overlap(figure: Any, axes: Any, block: BlockSlots) -> None:
 
 
 def _plot_norms(axes: Any, blocks: list[BlockSlots]) -> None:
+    from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
+
     for block, colour in _some(blocks):
         histogram, zeros = block.value_norms["histogram"], block.value_norms["zero_rows"]
         rest = f", {zeros:,} rows zero" if zeros else ""
@@ -136,6 +138,12 @@ def _plot_norms(axes: Any, blocks: list[BlockSlots]) -> None:
             label=f"block {block.index}{rest}",
         )
     axes.set(xscale="log", xlabel="norm of what a slot writes at weight 1")
+    # Labels between powers of ten run into each other; a narrow range may hold no such power.
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    low, high = axes.get_xlim()
+    if high < 10 * low:
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.4g}"))
     axes.set_ylabel("(head, slot) pairs")
     axes.set_title("Norms of realised values")
     axes.legend(fontsize=8)

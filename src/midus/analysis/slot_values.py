@@ -77,7 +77,8 @@ def value_norms(block: Any) -> Tensor:
 @torch.no_grad()
 def describe_norms(block: Any) -> dict[str, Any]:
     """Quantiles of the norms, a histogram of those above zero, and the table's rows of zeros."""
-    norms = value_norms(block).flatten().numpy()
+    # In float32, norms that hardly differ leave no room for bins between them.
+    norms = value_norms(block).flatten().double().numpy()
     values = block.memory.values
     table = values.latent_values if isinstance(values, HiveValues) else values.values
     rows = table.detach().flatten(0, -2)

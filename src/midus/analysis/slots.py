@@ -122,7 +122,7 @@ def analyze_slots(
         track: Wraps loops in a progress bar.
     """
     check_memory(model.config, block)
-    pieces = _windows(ids, window, model.config.vocab_size)
+    pieces = _windows(ids, window, model.config)
     record = record_of(model.config)
     blocks = {index: model.model.layers[index] for index in record["positions"]}
     with (
@@ -151,7 +151,7 @@ def analyze_slots(
     )
 
 
-def _windows(ids: Tensor, window: int, vocab_size: int) -> Tensor:
+def _windows(ids: Tensor, window: int, config: Any) -> Tensor:
     """The text as ``[W, window]``."""
     num_tokens = ids.numel()
     if num_tokens < window:
@@ -159,10 +159,15 @@ def _windows(ids: Tensor, window: int, vocab_size: int) -> Tensor:
             f"the text has {num_tokens} tokens, fewer than one window of {window}; give a longer "
             "text or a shorter window"
         )
-    if int(ids.max()) >= vocab_size:
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and window > longest:
+        raise MidusError(
+            f"window={window} is more than the {longest} tokens the model reads; lower it"
+        )
+    if int(ids.max()) >= config.vocab_size:
         raise MidusError(
             f"the tokenizer gives token {int(ids.max())}, and the model has a vocabulary of "
-            f"{vocab_size}; use the model's own tokenizer"
+            f"{config.vocab_size}; use the model's own tokenizer"
         )
     return ids[: num_tokens - num_tokens % window].view(-1, window)
 

@@ -99,32 +99,32 @@ def _plot_model_ranks(axes: Any, model: dict[str, Any]) -> None:
 def _levels(axes: Any, curve: dict[str, Any]) -> None:
     """The two other families as lines across, and the theorem's limit of the rank."""
     last = curve["rank"][-1]
-    for level, name, colour in (
-        (curve["shared_loss"], r"$L^*_\mathrm{Share}$", _SHARED),
-        (curve["headwise_loss"], r"$L^*_\mathrm{Ind}$", _HEADWISE),
+    for level, name, colour, above in (
+        (curve["shared_loss"], r"$L^*_\mathrm{Share}$", _SHARED, True),
+        (curve["headwise_loss"], r"$L^*_\mathrm{Ind}$", _HEADWISE, False),
     ):
         axes.axhline(level, color=colour, linewidth=1.4)
-        is_high = level > 0.9
         axes.annotate(
             f"{name} {level:.3f}",
             (last, level),
-            xytext=(0, -4 if is_high else 3),
+            xytext=(0, 3 if above else -4),
             textcoords="offset points",
             ha="right",
-            va="top" if is_high else "bottom",
+            va="bottom" if above else "top",
             color=colour,
         )
-    axes.axvline(curve["head_width"], color=_QUIET, linewidth=1, linestyle=":")
-    axes.annotate(
-        "$r = d_h$",
-        (curve["head_width"], 0.42),
-        xytext=(3, 0),
-        textcoords="offset points",
-        rotation=90,
-        va="center",
-        color=_QUIET,
-    )
-    axes.set(xlabel="rank $r$ of the latent table", xlim=(0, last * 1.01), ylim=(0, 1.04))
+    if curve["head_width"] <= last:
+        axes.axvline(curve["head_width"], color=_QUIET, linewidth=1, linestyle=":")
+        axes.annotate(
+            "$r = d_h$",
+            (curve["head_width"], 0.42),
+            xytext=(3, 0),
+            textcoords="offset points",
+            rotation=90,
+            va="center",
+            color=_QUIET,
+        )
+    axes.set(xlabel="rank $r$ of the latent table", xlim=(0, last * 1.01), ylim=(-0.14, 1.14))
     axes.set(ylabel="loss, share of that without correction")
 
 

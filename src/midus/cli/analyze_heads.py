@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from midus.cli import options
-from midus.errors import MidusError
+from midus.cli.analysis_folder import analysis_folder, analysis_name
 
 
 def heads(
@@ -41,7 +41,7 @@ def heads(
     device: options.Device = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder to write to; default: analysis/<model>."),
+        typer.Option("--output", "-o", help="Folder to write to; default: analysis/<run>."),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -60,9 +60,7 @@ def heads(
 
     console.quieten_libraries()
     require("matplotlib", "the figure")
-    folder = output or Path("analysis") / Path(model).resolve().name
-    if folder.exists() and not folder.is_dir():
-        raise MidusError(f"{folder} is a file; give a folder with --output")
+    folder = analysis_folder("heads", model, output)
     values = compare_heads(
         model,
         load_piqa(limit) if data is None else read_examples(data, limit),
@@ -76,7 +74,7 @@ def heads(
         track=console.track,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    plot_heads(values, folder / "heads.png", model)
+    plot_heads(values, folder / "heads.png", analysis_name(model))
     hardware = hardware_name(torch.device(values["device"]))
     write_analysis(
         folder / "heads.json",

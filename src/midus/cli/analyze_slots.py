@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from midus.cli import options
+from midus.cli.analysis_folder import analysis_folder, analysis_name
 from midus.errors import MidusError
 
 
@@ -31,7 +32,7 @@ def slots(
     device: options.Device = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder to write to; default: analysis/<model>."),
+        typer.Option("--output", "-o", help="Folder to write to; default: analysis/<run>."),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -56,10 +57,7 @@ def slots(
 
     console.quieten_libraries()
     require("matplotlib", "the figure")
-    name = Path(model).resolve().name
-    folder = output or Path("analysis") / name
-    if folder.exists() and not folder.is_dir():
-        raise MidusError(f"{folder} is a file; give a folder with --output")
+    folder = analysis_folder("slots", model, output)
     check_memory(read_config(resolve_source(model)), block)
     tokenizer = load_tokenizer(model)
     ids = read_ids(text, tokenizer, max_tokens)
@@ -70,7 +68,8 @@ def slots(
         loaded, tokenizer, ids, window=window, block=block, top=top, track=console.track
     )
     folder.mkdir(parents=True, exist_ok=True)
-    plot_slots(report, folder / "slots.png", f"{name}: {report.num_tokens:,} tokens of {text.name}")
+    title = f"{analysis_name(model)}: {report.num_tokens:,} tokens of {text.name}"
+    plot_slots(report, folder / "slots.png", title)
     write_analysis(
         folder / "slots.json",
         "midus.slots",
@@ -136,13 +135,15 @@ def _values(block: Any) -> list[str]:
 
 
 def _print_slot(slot: dict[str, Any], num_tokens: int) -> None:
+    from midus.analysis.slot_contexts import is_hub
     from midus.cli import console
 
     place = "" if slot["row"] is None else f" (row {slot['row']}, column {slot['col']})"
+    hub = ", hub" if is_hub(slot["count"], num_tokens) else ""
     console.out.print(
         f"head {slot['head']}, slot {slot['slot']}{place}: at "
         f"{100 * slot['count'] / num_tokens:.1f} % of the tokens, summed weight "
-        f"{slot['weight']:,.1f}",
+        f"{slot['weight']:,.1f}{hub}",
         style="bold magenta",
     )
     for label, key in (("at", "tokens"), ("before", "next_tokens")):

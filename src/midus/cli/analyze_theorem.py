@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from midus.cli import options
+from midus.cli.analysis_folder import analysis_folder
 from midus.errors import MidusError
 
 
@@ -34,7 +35,7 @@ def theorem(
     device: options.Device = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder to write to; default: analysis/<model>."),
+        typer.Option("--output", "-o", help="Folder to write to; default: analysis/<run>."),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -55,6 +56,7 @@ def theorem(
 
     console.quieten_libraries()
     require("matplotlib", "the figure")
+    folder = analysis_folder("theorem", model, output)
     found = check_random_instances(instances, seed, console.track)
     failures = [f"on random instances {failure}" for failure in found.failures()]
     curves = random_rank_curves(seed)
@@ -74,7 +76,6 @@ def theorem(
         "near_rank_curve": curves["near"].to_dict(),
         "model_check": model_check,
     }
-    folder = output or Path("analysis") / (Path(model).resolve().name if model else "theorem")
     folder.mkdir(parents=True, exist_ok=True)
     plot_theorem(values, folder / "theorem.png")
     write_analysis(
@@ -193,4 +194,5 @@ def _print_model(model: dict[str, Any]) -> None:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
+    percent = 100 * share
+    return f"{percent:.1f} %" if percent >= 0.1 else f"{percent:.2g} %"

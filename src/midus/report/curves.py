@@ -121,7 +121,9 @@ def _by_block(runs: Sequence[tuple[str, Run]], prefix: str) -> list[Series]:
 
 def _by_index(row: dict[str, Any], prefix: str) -> list[Point]:
     """(block, value) of a line's values of that kind, in the order of the stack."""
-    found = [(key.removeprefix(prefix), value) for key, value in row.items() if prefix in key]
+    found = [
+        (key.removeprefix(prefix), value) for key, value in row.items() if key.startswith(prefix)
+    ]
     return sorted((int(i), value) for i, value in found if i.isdigit() and is_number(value))
 
 

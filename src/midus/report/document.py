@@ -20,8 +20,8 @@ class Cell:
     marked: str = ""
     """Between text and rest, highlighted: the token of a context."""
     rest: str = ""
-    tokens: tuple[str, ...] = ()
-    """Each in a frame of its own."""
+    tokens: tuple[tuple[str, str], ...] = ()
+    """Each in a frame of its own, with a smaller note after it or none."""
 
 
 Row = list[Cell | str]

@@ -16,6 +16,33 @@ _AVERAGE = "average"
 
 
 @dataclass(frozen=True)
+class Average:
+    """What a file's average counts. Older files give the suite's tasks, newer ones the measured."""
+
+    label: str
+    over: tuple[str, ...]
+    """As the file has them."""
+    counted: tuple[str, ...]
+    """The measured ones among them, variants by their own names."""
+    variants: dict[str, str]
+    """Those that stand for another task, and which."""
+
+    @property
+    def metric(self) -> str:
+        apart = f", with {', '.join(self.variants)}" if self.variants else ""
+        return f"mean of {len(self.over)}{apart}"
+
+    @property
+    def key(self) -> Key:
+        return _AVERAGE, f"{self.label}, {self.metric}", 0
+
+    @property
+    def is_the_papers(self) -> bool:
+        """Whether it counts what the paper's average counts."""
+        return len(self.counted) == len(self.over) and not self.variants
+
+
+@dataclass(frozen=True)
 class Measured:
     """One model's row of one file."""
 
@@ -76,15 +103,14 @@ def _read(
     given = [_column(column) for column in result.values["columns"]]
     by_task = {column["task"]: _key(column) for column in given}
     columns = {_key(column): column for column in given}
-    average, key = result.values.get("average"), None
+    average = _average(result)
     if average:
-        key = (_AVERAGE, str(average["label"]), len(average["over"]))
-        columns[key] = _average_column(average, given)
+        columns[average.key] = _average_column(average, given)
     measured = []
     for row in result.values["rows"]:
         scores = {by_task[task]: dict(score) for task, score in row["scores"].items()}
-        if key:
-            scores[key] = {"value": row.get("average")}
+        if average:
+            scores[average.key] = {"value": row.get("average")}
         measured.append(Measured(_label(row, subjects), row, result, scores))
     return columns, measured
 
@@ -99,13 +125,31 @@ def _key(column: dict[str, Any]) -> Key:
     return str(column["task"]), str(column["metric"]), int(column.get("shots") or 0)
 
 
-def _average_column(average: dict[str, Any], columns: list[dict[str, Any]]) -> dict[str, Any]:
-    over = [column for column in columns if column["task"] in average["over"]]
+def _average(result: Result) -> Average | None:
+    given = result.values.get("average")
+    if not given:
+        return None
+    originals = _measured_tasks(result)
+    stands_in = {original: task for task, original in originals.items() if original}
+    over = tuple(str(task) for task in given["over"])
+    found = [task if task in originals else stands_in.get(task) for task in over]
+    counted = tuple(task for task in found if task)
+    variants = {task: original for task in counted if (original := originals[task])}
+    return Average(str(given["label"]), over, counted, variants)
+
+
+def _measured_tasks(result: Result) -> dict[str, str | None]:
+    """The tasks of a file, each with the task it is a variant of."""
+    return {column["task"]: column.get("variant_of") for column in result.values["columns"]}
+
+
+def _average_column(average: Average, columns: list[dict[str, Any]]) -> dict[str, Any]:
+    over = [column for column in columns if column["task"] in average.counted]
     return _column(
         {
             "task": _AVERAGE,
-            "label": average["label"],
-            "metric": f"mean of {len(average['over'])}",
+            "label": average.label,
+            "metric": average.metric,
             "higher_is_better": all(column["higher_is_better"] for column in over),
             "percent": all(column["percent"] for column in over),
         }
@@ -123,11 +167,8 @@ def _newest(measured: list[Measured]) -> tuple[list[Measured], int]:
     """The rows, newest file first, without older ones of the same model, type and tasks."""
     kept: dict[Any, Measured] = {}
     for item in measured:
-        identity = (
-            item.row.get("model_id") or item.row.get("model"),
-            item.row.get("dtype"),
-            frozenset(item.scores),
-        )
+        found_id, name = named_model(item.row)
+        identity = (found_id or name, str(item.row.get("dtype")), frozenset(item.scores))
         kept.setdefault(identity, item)
     return list(kept.values()), len(measured) - len(kept)
 
@@ -169,26 +210,34 @@ def _best(scores: list[dict[str, Any] | None], column: dict[str, Any]) -> float 
 
 def _paper(results: list[Result], keys: list[Key]) -> list[Part]:
     """The paper's rows, a part for each backbone and stage; its numbers are printed as they are."""
-    groups: dict[str, dict[str, Row]] = defaultdict(dict)
+    groups: dict[str, dict[str, dict[Key, Any]]] = defaultdict(lambda: defaultdict(dict))
     for result in results:
         with reading(result):
+            average = _average(result)
+            # A mean over other documents, or one that was not taken, has none beside it.
+            comparable = average.key if average and average.is_the_papers else None
             for row in result.values.get("paper") or []:
                 setting = ", ".join(str(row[k]) for k in ("backbone", "stage") if row.get(k))
-                values = {**row["scores"], _AVERAGE: row.get("average")}
-                cells = [decimal(values.get(task)) for task, *_ in keys]
-                groups[setting][str(row["method"])] = [str(row["method"]), *cells]
-    return [
-        Part(list(rows.values()), f"The paper's numbers, not measured here: {setting}".rstrip(": "))
-        for setting, rows in groups.items()
-    ]
+                values = groups[setting][str(row["method"])]
+                values |= {key: row["scores"].get(key[0]) for key in keys if key[0] != _AVERAGE}
+                if comparable:
+                    values[comparable] = row.get("average")
+    parts = []
+    for setting, methods in groups.items():
+        rows: list[Row] = [
+            [method, *(decimal(values.get(key)) for key in keys)]
+            for method, values in methods.items()
+        ]
+        title = f"The paper's numbers, not measured here: {setting}".rstrip(": ")
+        parts.append(Part(rows, title))
+    return parts
 
 
-def _missing(result: Result) -> list[str]:
+def _missing(result: Result, average: Average | None) -> list[str]:
     """What could not be measured, and what the average asks for and was not."""
-    measured = {column["task"] for column in result.values["columns"]}
-    averaged = (result.values.get("average") or {}).get("over", [])
-    wanted = [*(result.values.get("missing") or []), *averaged]
-    return [str(task) for task in dict.fromkeys(wanted) if task not in measured]
+    measured = {task for pair in _measured_tasks(result).items() for task in pair}
+    wanted = [*(result.values.get("missing") or []), *(average.over if average else ())]
+    return [task for task in dict.fromkeys(map(str, wanted)) if task not in measured]
 
 
 def _notes(
@@ -207,8 +256,16 @@ def _notes(
         )
     for result in results:
         who = ", ".join(item.label for item in kept if item.result is result)
-        if who and (missing := _missing(result)):
+        if not who:
+            continue
+        with reading(result):
+            average = _average(result)
+            missing = _missing(result, average)
+        if missing:
             notes.append(f"Partial: {', '.join(missing)} not measured for {who}.")
+        if average and average.variants:
+            pairs = " and ".join(f"{new} for {old}" for new, old in average.variants.items())
+            notes.append(f"{average.label} counts {pairs}, for {who}.")
     for column in columns.values():
         if original := column["variant_of"]:
             notes.append(f"{column['label']}: other documents than those of {original}.")

@@ -1,10 +1,11 @@
 """How the page writes numbers, dates and names of things that may be missing."""
 
 import datetime
-import math
 from typing import Any
 
 MISSING = "\N{EN DASH}"
+# Differences of still larger numbers leave float64.
+_LARGEST = 1e100
 
 
 def decimal(value: Any, digits: int = 2) -> str:
@@ -69,4 +70,4 @@ def plain(value: Any) -> str:
 
 def is_number(value: Any) -> bool:
     """Whether it can be drawn and printed as a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST

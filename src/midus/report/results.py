@@ -32,7 +32,8 @@ class Result:
     def models(self) -> list[tuple[str | None, str | None]]:
         """(id, name) of every model the result is about; none for the theorem on its own."""
         rows = self.values.get("rows") if self.kind == "eval" else None
-        pairs = [named_model(row) for row in (self.values, *(rows or []))]
+        listed = rows if isinstance(rows, list) else []
+        pairs = [named_model(row) for row in (self.values, *listed)]
         return [pair for pair in dict.fromkeys(pairs) if pair != (None, None)]
 
     def is_about(self, model_id: str | None, source: str) -> bool:

@@ -6,6 +6,8 @@ from midus.report.document import Cell, Content, Part, Row, Table, Text
 from midus.report.numbers import count, decimal, share, significant
 
 _TOKENS_SHOWN = 5
+# As `midus analyze slots` has it.
+_HUB_SHARE = 0.5
 
 
 def slot_tables(values: dict[str, Any]) -> list[Content]:
@@ -19,7 +21,7 @@ def slot_tables(values: dict[str, Any]) -> list[Content]:
     busiest = values["busiest"]
     content: list[Content] = [Text(setting), _blocks(values["blocks"])]
     if busiest["slots"]:
-        content += [_busiest(busiest), _contexts(busiest)]
+        content += [_busiest(busiest, values["num_tokens"]), _contexts(busiest)]
     return content
 
 
@@ -60,10 +62,10 @@ def _blocks(blocks: list[dict[str, Any]]) -> Table:
     return Table("Use of slots by memory block", columns, [Part(rows)], notes)
 
 
-def _busiest(busiest: dict[str, Any]) -> Table:
+def _busiest(busiest: dict[str, Any], num_tokens: int) -> Table:
     rows: list[Row] = [
         [
-            _name(slot),
+            Cell(_name(slot), note="hub" if slot["count"] >= _HUB_SHARE * num_tokens else ""),
             count(slot["count"]),
             _tokens(slot["tokens"]),
             _tokens(slot["next_tokens"]),
@@ -74,8 +76,10 @@ def _busiest(busiest: dict[str, Any]) -> Table:
     ]
     columns: Row = ["slot", "times read", "read at", "followed by", "promotes", "suppresses"]
     notes = [
+        "With a token at which a slot is read, or that follows: how much more frequent it is there "
+        "than in the whole text. Hub: read at half of the tokens or more.",
         "Promotes, suppresses: what the slot's value adds to and takes from the logits through the "
-        "final norm's gain and the unembedding, later blocks left out."
+        "final norm's gain and the unembedding, later blocks left out.",
     ]
     caption = f"Busiest slots of block {busiest['block']}"
     return Table(caption, columns, [Part(rows)], notes, is_text=True)
@@ -101,7 +105,13 @@ def _name(slot: dict[str, Any]) -> str:
 
 
 def _tokens(tokens: list[dict[str, Any]]) -> Cell:
-    return Cell("", tokens=tuple(_visible(token["token"]) for token in tokens[:_TOKENS_SHOWN]))
+    return Cell("", tokens=tuple(map(_token, tokens[:_TOKENS_SHOWN])))
+
+
+def _token(token: dict[str, Any]) -> tuple[str, str]:
+    # The logits of what a slot promotes say less, and are left out.
+    lift = f"{decimal(token['lift'], 1)}-fold" if "lift" in token else ""
+    return _visible(token["token"]), lift
 
 
 def _visible(token: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from midus.report.collect import Subject
 from midus.report.document import Part, Row, Section, Stack, Table, Tiles
 from midus.report.models import Model
-from midus.report.numbers import count, decimal, plain, share
+from midus.report.numbers import count, decimal, is_number, plain, share
 from midus.report.training import losses_of
 from midus.upscaling.plan import PlannedBlock
 
@@ -41,7 +41,7 @@ def _highlights(subject: Subject) -> dict[str, str]:
         before, after = losses_of(subject.run, "perplexity")
         if before is not None and after is not None:
             numbers["held-out perplexity"] = f"{decimal(before)} → {decimal(after)}"
-        if tokens := subject.run.last("tokens"):
+        if is_number(tokens := subject.run.last("tokens")) and tokens:
             numbers["tokens read"] = _short_count(tokens)
     return numbers
 

@@ -35,8 +35,9 @@ def training_section(subjects: list[Subject]) -> Section:
     content: list[Content] = [_outcome(runs), *training_charts(runs)]
     for label, run in runs:
         if run.result:
+            found = run.result.get("conditions")
             conditions = {
-                **run.result.get("conditions", {}),
+                **(found if isinstance(found, dict) else {}),
                 "hardware": run.result.get("hardware"),
             }
             content.append(conditions_of(f"The run {label}", conditions))
