@@ -160,8 +160,9 @@ def _folder_for(model: str, output: Path) -> Path:
     path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else path.name
     folder = output / name
-    # Many models lie in a folder called "model".
-    if (folder / SCORES_NAME).exists():
+    # Many models lie in a folder called "model"; another process may have begun this one just now.
+    taken = (folder / SCORES_NAME).exists() and read_meta(folder).get("model_id") != identity
+    if taken:
         folder = output / f"{name}-{identity}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
