@@ -98,8 +98,8 @@ def test_overall_is_the_mean_over_tasks():
 
 
 def test_an_unknown_suite_suggests_a_name():
-    with pytest.raises(MidusError, match=r"suite='generall' is unknown; did you mean general\?"):
-        find_suite("generall")
+    with pytest.raises(MidusError, match=r"suite='general2' is unknown; did you mean general\?"):
+        find_suite("general2")
 
 
 class Config:
