@@ -255,9 +255,10 @@ def test_bad_input_is_one_sentence(midus, byte_model, args, sentence):
 
 def test_a_folder_that_is_no_model_is_refused_before_anything_runs(midus, tmp_path, data_dir):
     (tmp_path / "empty").mkdir()
-    result = midus("eval", tmp_path / "empty", "--tasks", "piqa", "--data-dir", data_dir)
-    assert result.code == 2
-    assert "has no config.json; give a Hugging Face model folder" in result.err
+    for args in (["--tasks", "piqa", "--data-dir", data_dir], ["--suite", "general"]):
+        result = midus("eval", tmp_path / "empty", *args)
+        assert result.code == 2
+        assert "has no config.json; give a Hugging Face model folder" in result.err
 
 
 def test_a_tokenizer_without_padding_will_do(midus, tmp_path, byte_model, data_dir):

@@ -82,10 +82,13 @@ def run(
     from midus.evaluation.evaluate import evaluate_models, select
     from midus.evaluation.store import Store
     from midus.models.loading import checked_device
+    from midus.models.sources import resolve_source
     from midus.models.weights import dtype_named
 
     chosen = dtype_named(dtype) if dtype else None
     device = checked_device(device)
+    for model in models:
+        resolve_source(model)  # a name that is nothing is refused before anything is read
     hardware = hardware_name(_torch_device(device))
     selection = select(suite, _names(tasks), data_dir, shots)
     with console.without_foreign_bars():
