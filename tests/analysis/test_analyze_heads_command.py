@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tiny import TOLERANCE, fill_tables, load, save_base
+from tiny import fill_tables, load, save_base
 
 from midus.analysis.examples import Example
 from midus.analysis.head_importance import head_importance
@@ -55,11 +55,11 @@ def test_both_models_are_scored_drawn_and_summarised(midus, base, model, data, t
     assert [layer["kind"] for layer in values["layers"]["model"]].count("memory") == 2
     tokenizer = load_tokenizer(base)
     for name, folder in (("base", base), ("model", model)):
-        expected = head_importance(load(folder).eval(), tokenizer, EXAMPLES)
+        # In one batch, as the command has them: sums of another batch differ in the last bits.
+        expected = head_importance(load(folder).eval(), tokenizer, EXAMPLES, batch_size=8)
         assert torch.tensor(values["importance"][name]).allclose(expected.float())
         variances = [sum((x - row.mean()) ** 2 for x in row) / 4 for row in expected]
-        by_hand = pytest.approx([v.item() for v in variances], rel=TOLERANCE[torch.float32])
-        assert values["variance"][name] == by_hand
+        assert values["variance"][name] == pytest.approx([v.item() for v in variances])
     assert values["summary"]["num_base_layers"] == 4
     higher = values["summary"]["num_layers_of_higher_variance"]
     assert f"higher than in the base in {higher} of its 4 layers" in result.out

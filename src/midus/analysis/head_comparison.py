@@ -49,7 +49,7 @@ def compare_heads(
         reduction: As ``head_importance`` takes it.
         loss: As ``head_importance`` takes it.
         layer_norm: As ``head_importance`` takes it.
-        batch_size: Examples of a pass; the scores do not depend on it.
+        batch_size: Examples of a pass; scores differ by rounding only.
         dtype: Type of both; default: the base's.
         device: Where to run; default: the GPU if there is one.
         track: Wraps loops in a progress bar.

@@ -35,14 +35,11 @@ def heads(
         bool, typer.Option("--layer-norm", help="Divide a layer's scores by their L2 norm.")
     ] = False,
     batch_size: Annotated[
-        int, typer.Option(help="Examples of a pass; the scores do not depend on it.", min=1)
+        int, typer.Option(help="Examples of a pass; scores differ by rounding only.", min=1)
     ] = 8,
     dtype: options.Dtype = None,
     device: options.Device = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Folder to write to; default: analysis/<run>."),
-    ] = None,
+    output: options.AnalysisFolder = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure gradient head importance on PIQA, zero-shot: heads.json and heads.png."""

@@ -30,10 +30,7 @@ def slots(
     top: Annotated[int, typer.Option(help="How many of its busiest slots to show.", min=1)] = 10,
     dtype: options.Dtype = None,
     device: options.Device = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Folder to write to; default: analysis/<run>."),
-    ] = None,
+    output: options.AnalysisFolder = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Show which slots of the memories a text uses, what fires them and what they promote."""

@@ -33,10 +33,7 @@ def theorem(
     tokens: Annotated[int, typer.Option(help="How much of the text to read.", min=1)] = 512,
     dtype: options.Dtype = None,
     device: options.Device = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Folder to write to; default: analysis/<run>."),
-    ] = None,
+    output: options.AnalysisFolder = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Check the paper's propositions and theorem on random instances, and on a model's retrieval.

@@ -8,6 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -21,6 +22,10 @@ Overwrite = Annotated[
 ]
 Dtype = Annotated[
     str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")
+]
+AnalysisFolder = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Folder to write to; default: analysis/<run>."),
 ]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1 ...; default: the GPU if there is one.")

@@ -1,6 +1,5 @@
 """Perplexity of a model on any text, in windows that do not overlap."""
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from midus.errors import MidusError
-from midus.evaluation.verify import Track
+from midus.evaluation.verify import Track, to_perplexity
 from midus.models.fitting import refuse_too_long
 
 _ROWS_AT_ONCE = 512
@@ -60,7 +59,7 @@ def perplexity(
     total = sum(_nll(model, piece) for piece in track(windows, "reading"))
     num_tokens = len(windows) * (window - 1)
     return Perplexity(
-        perplexity=_exp(total / num_tokens),
+        perplexity=to_perplexity(total / num_tokens),
         num_tokens=num_tokens,
         num_windows=len(windows),
         window=window,
@@ -73,10 +72,3 @@ def _nll(model: Any, piece: Tensor) -> float:
     logits = model(piece[None], use_cache=False).logits[0, :-1]  # [T - 1, vocabulary]
     pairs = zip(logits.split(_ROWS_AT_ONCE), piece[1:].split(_ROWS_AT_ONCE), strict=True)
     return sum(cross_entropy(rows.double(), ids, reduction="sum").item() for rows, ids in pairs)
-
-
-def _exp(mean_nll: float) -> float:
-    try:
-        return math.exp(mean_nll)
-    except OverflowError:
-        return math.inf

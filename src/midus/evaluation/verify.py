@@ -105,8 +105,8 @@ def verify(
         num_tokens=num_tokens,
         max_abs_logit_diff=largest,
         mean_kl=divergence / num_tokens,
-        base_perplexity=_perplexity(base_nll / num_predicted),
-        upscaled_perplexity=_perplexity(nll / num_predicted),
+        base_perplexity=to_perplexity(base_nll / num_predicted),
+        upscaled_perplexity=to_perplexity(nll / num_predicted),
     )
 
 
@@ -119,7 +119,8 @@ def _refuse_foreign_tokens(ids: Tensor, source: str | Path) -> None:
         )
 
 
-def _perplexity(mean_nll: float) -> float:
+def to_perplexity(mean_nll: float) -> float:
+    """exp, or infinity where it is too large for a number."""
     try:
         return math.exp(mean_nll)
     except OverflowError:
