@@ -34,17 +34,26 @@ def write_report(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text(text)
 
 
-def write_result(path: Path, rows: list[dict[str, Any]], hardware: str) -> None:
-    """Writes one JSON object: the conditions once, then the rows."""
+def write_result(
+    path: Path, rows: list[dict[str, Any]], hardware: str, protocol: dict[str, Any] | None = None
+) -> None:
+    """Writes one JSON object, aside and then renamed: the conditions once, then the rows.
+
+    Args:
+        path: File to write.
+        rows: The measurements.
+        hardware: Where they were taken.
+        protocol: How, where a command has more than one way.
+    """
     shared = conditions()
     result = {
         "hardware": hardware,
         "versions": {**shared["versions"], "python": shared["python"]},
         **{name: shared[name] for name in ("commit", "date", "command")},
+        **({} if protocol is None else {"protocol": protocol}),
         "rows": rows,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(path, result)
 
 
 def write_analysis(

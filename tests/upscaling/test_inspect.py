@@ -7,6 +7,7 @@ from midus.upscaling.inspect import describe
 
 # Parameters of the published checkpoints.
 PUBLISHED = {
+    "tiny": 164_416,
     "smollm2-135m": 134_515_008,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from midus.cli.bench_models import decode, efficiency, prefill, sweep
 from midus.errors import MidusError
 
 bench = typer.Typer(
@@ -14,9 +15,8 @@ bench = typer.Typer(
 )
 
 
-@bench.callback()
-def _group() -> None:
-    pass
+for _command in (efficiency, prefill, sweep, decode):
+    bench.command()(_command)
 
 
 @bench.command()
@@ -40,6 +40,7 @@ def layer(
     from midus.cli import console
     from midus.efficiency.hardware import hardware_name, pick_device
     from midus.efficiency.layer import measure_layer
+    from midus.efficiency.protocol import parse_numbers
     from midus.reports import write_result
 
     chosen = pick_device(device)
@@ -47,7 +48,7 @@ def layer(
     if dtype not in types:
         raise MidusError(f"dtype={dtype!r} is unknown; choose one of {', '.join(types)}")
     default = "1,16,128,2048,16384" if chosen.type == "cuda" else "1,16,128"
-    counts = _numbers("tokens", tokens or default)
+    counts = parse_numbers("tokens", tokens or default)
     rows: list[dict[str, Any]] = []
     with console.err.status("checking, then timing"):
         for row in measure_layer(
@@ -96,13 +97,3 @@ def _layer_shape(name: str, num_subkeys: int, top_k: int) -> Any:
     return LayerShape(
         config.num_attention_heads, head_dim(config), width, num_subkeys, top_k, width
     )
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise MidusError(f"{name}={text!r} is no list of positive whole numbers such as 1,128")
-    return numbers

@@ -14,6 +14,7 @@ from midus.cli.generate import generate
 from midus.cli.inspect import inspect
 from midus.cli.merge import merge
 from midus.cli.methods import methods
+from midus.cli.plan import plan
 from midus.cli.report import report
 from midus.cli.train import train
 from midus.cli.upscale import upscale
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (upscale, train, inspect, methods, verify, merge, generate, report):
+for _command in (upscale, train, inspect, methods, plan, verify, merge, generate, report):
     app.command()(_command)
 app.add_typer(analyze, name="analyze")
 app.add_typer(bench, name="bench")

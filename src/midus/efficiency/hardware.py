@@ -10,6 +10,12 @@ _CPU = torch.device("cpu")
 
 def pick_device(name: str) -> torch.device:
     """The device of that name; CUDA where there is one and none is named."""
+    is_cuda = pick_device_type(name) == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda else _CPU
+
+
+def pick_device_type(name: str) -> str:
+    """``cuda`` or ``cpu``, without taking memory of the device."""
     has_cuda = torch.cuda.is_available()
     if not name:
         name = "cuda" if has_cuda else "cpu"
@@ -17,7 +23,7 @@ def pick_device(name: str) -> torch.device:
         raise MidusError(f"device={name!r} is unknown; choose cuda or cpu")
     if name == "cuda" and not has_cuda:
         raise MidusError("device='cuda' was asked for, and PyTorch sees no CUDA device; use cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else _CPU
+    return name
 
 
 def hardware_name(device: torch.device) -> str:

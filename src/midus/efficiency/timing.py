@@ -1,4 +1,4 @@
-"""How long a function takes on its device: the median of many runs from cold caches."""
+"""How long a function takes on its device: a kernel from cold caches, or a model's whole run."""
 
 import statistics
 import time
@@ -87,3 +87,38 @@ def forward_backward(
         return torch.autograd.grad(function(*leaves, *options), leaves, grad)
 
     return run
+
+
+def time_runs(
+    function: Callable[[], Any], device: torch.device, runs: int, warmup: int = 0
+) -> list[float]:
+    """Seconds of each run: between CUDA events, or by the wall clock on a CPU."""
+    for _ in range(warmup):
+        function()
+    if device.type != "cuda":
+        return [wall_seconds(function, device) for _ in range(runs)]
+    seconds = []
+    for _ in range(runs):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        start.record()
+        function()
+        end.record()
+        torch.cuda.synchronize(device)
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return seconds
+
+
+def wall_seconds(function: Callable[[], Any], device: torch.device) -> float:
+    """Seconds from an idle device to an idle device."""
+    _synchronize(device)
+    started = time.perf_counter()
+    function()
+    _synchronize(device)
+    return time.perf_counter() - started
+
+
+def _synchronize(device: torch.device) -> None:
+    """Waits for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -7,6 +7,7 @@ memory layer. The layer's values start at zero, so a fresh block returns its inp
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -15,6 +16,7 @@ from midus.memory import memory_layer_class
 from midus.memory.output_proj import MemoryOutputProj
 from midus.models.attention import attended_dim, head_dim, make_head_attention
 from midus.models.families import find_family
+from midus.models.fused import attend_heads, decode_step, is_llama_like, suits
 
 
 class MemoryBlock(GradientCheckpointingLayer):
@@ -46,6 +48,7 @@ class MemoryBlock(GradientCheckpointingLayer):
             else nn.Identity()
         )
         self.self_attn = make_head_attention(config, layer_idx, memory.attn_output_proj)
+        self._is_llama_like = is_llama_like(config, self.self_attn)
         self.memory = memory_layer_class(memory.kind)(
             memory, config.hidden_size, config.num_attention_heads, width
         )
@@ -54,7 +57,15 @@ class MemoryBlock(GradientCheckpointingLayer):
         )
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        if self._is_llama_like and suits(self, hidden_states, kwargs):
+            if hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
+                decoded = decode_step(self, hidden_states, kwargs)
+                if decoded is not None:
+                    return decoded
+            attended = attend_heads(self, hidden_states, kwargs)
+        else:
+            normed = self.input_layernorm(hidden_states)
+            attended, _ = self.self_attn(hidden_states=normed, **kwargs)
         if self.attention_residual:
             attended = hidden_states + attended
         correction: Tensor = self.memory_output_proj(self.memory(attended))  # [B, T, D]

@@ -28,6 +28,8 @@ class Family:
     """How the config and decoder classes begin, where that differs."""
     has_pre_norm: bool = True
     """Whether the block norms its input before attention (`input_layernorm`)."""
+    has_llama_attention: bool = False
+    """Whether norm and attention compute what Llama's do: no norms of heads, no capped scores."""
 
     def _named(self, file: str, suffix: str, prefix: str | None = None) -> Any:
         module = import_module(f"transformers.models.{self.module}.{file}_{self.module}")
@@ -65,9 +67,9 @@ class Family:
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        Family("llama", "llama", "Llama"),
-        Family("mistral", "mistral", "Mistral"),
-        Family("qwen2", "qwen2", "Qwen2"),
+        Family("llama", "llama", "Llama", has_llama_attention=True),
+        Family("mistral", "mistral", "Mistral", has_llama_attention=True),
+        Family("qwen2", "qwen2", "Qwen2", has_llama_attention=True),
         Family("qwen3", "qwen3", "Qwen3"),
         Family("gemma2", "gemma2", "Gemma2"),
         Family("gemma3_text", "gemma3", "Gemma3", text_prefix="Gemma3Text"),

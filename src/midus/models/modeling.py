@@ -15,6 +15,7 @@ from midus.memory.hive import HiveValues
 from midus.models.block import MemoryBlock
 from midus.models.configuration import CONFIG_CLASSES
 from midus.models.families import FAMILIES, Family, find_family
+from midus.models.fast import generate_fast
 from midus.models.pretrained import CheckpointMixin
 
 
@@ -87,8 +88,13 @@ class MidusForCausalLMMixin(MidusPreTrainedMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # type: ignore[attr-defined]  # PreTrainedModel's
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``GenerationMixin.generate``; on a CUDA device with value caches while it lasts."""
+    def generate(self, *args: Any, fast: bool = False, **kwargs: Any) -> Any:
+        """As ``GenerationMixin.generate``; on a CUDA device with value caches while it lasts.
+
+        ``fast=True`` decodes by CUDA graphs, see `generate_fast`.
+        """
+        if fast:
+            return generate_fast(self, *args, **kwargs)
         generate = super().generate  # type: ignore[misc]  # GenerationMixin's
         is_cached = any(values.value_cache is not None for values in self._hive_values())
         is_training = self.training  # type: ignore[attr-defined]  # nn.Module's

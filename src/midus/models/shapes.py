@@ -17,6 +17,8 @@ _FIELDS = (
 
 # Family, then the fields above.
 SHAPES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    # No model anyone trained: quick on a CPU, for trying commands out.
+    "tiny": ("llama", (256, 64, 128, 4, 4, 2, 16, True)),
     "smollm2-135m": ("llama", (49_152, 576, 1536, 30, 9, 3, 64, True)),
     "llama-3.2-1b": ("llama", (128_256, 2048, 8192, 16, 32, 8, 64, True)),
     "llama-3.2-3b": ("llama", (128_256, 3072, 8192, 28, 24, 8, 128, True)),

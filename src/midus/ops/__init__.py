@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from midus.errors import MidusError
+from midus.ops.gated import reference as _gated
 from midus.ops.headwise_memory import library as _headwise_memory_library
 from midus.ops.headwise_memory import reference as _headwise_memory
 from midus.ops.linear_topk.reference import linear_topk
 from midus.ops.product_key_topk import library as _product_key_topk_library  # noqa: F401
 from midus.ops.product_key_topk import reference as _product_key_topk
+from midus.ops.rotary import reference as _rotary
+from midus.ops.token_step import reference as _token_step
 from midus.ops.tucker_topk.reference import tucker_topk
 from midus.ops.weighted_gather import library as _weighted_gather_library  # noqa: F401
 from midus.ops.weighted_gather import reference as _weighted_gather
@@ -195,6 +198,229 @@ def headwise_memory_cached(
     return out
 
 
+def rotate_heads(
+    queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Rotary position embeddings of queries and keys.
+
+    Args:
+        queries: ``[B, T, H, E]``.
+        keys: ``[B, T, V, E]``, of the same type.
+        cos: ``[1 or B, T, E]``.
+        sin: ``[1 or B, T, E]``.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        Both, in the same shapes.
+    """
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        _check_shape(name, tensor, (*tensor.shape[:1], *queries.shape[1:2], queries.shape[3]))
+    # Compilers fuse the plain version by themselves; mixed types are its business too.
+    plain = torch.compiler.is_compiling() or not queries.dtype == keys.dtype == cos.dtype
+    if plain or not _use_triton(backend, queries, keys, cos, sin):
+        return _rotary.rotate_heads(queries, keys, cos, sin)
+    from midus.ops.rotary import kernels
+
+    if torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad):
+        turned: tuple[Tensor, Tensor] = kernels.RotateHeads.apply(  # type: ignore[no-untyped-call]
+            queries, keys, cos, sin
+        )
+        return turned
+    return kernels.rotate(queries, keys, cos, sin, False)
+
+
+def project_token(
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weights: tuple[Tensor, Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor | None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Norm, q/k/v projections and rotary embeddings of one token of one sequence; no gradient.
+
+    Args:
+        hidden: ``[..., D]`` of one token.
+        norm_weight: ``[D]``, of an RMSNorm.
+        eps: Of that norm.
+        weights: ``[H * E, D]`` and twice ``[V * E, D]``, contiguous.
+        biases: One for each or none.
+        cos: ``[..., E]``.
+        sin: ``[..., E]``.
+        keys: ``[1, V, L, E]``; one slot is written.
+        values: ``[1, V, L, E]``; likewise.
+        position: Which slot, an integer on the device; the first where None.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        Queries ``[1, H, E]``.
+    """
+    args = (hidden, norm_weight, eps, weights, biases, cos, sin, keys, values, position)
+    if not _use_triton(backend, hidden, norm_weight, *weights, cos, sin, keys, values):
+        return _token_step.project_token(*args)
+    from midus.ops.token_step import kernels
+
+    return kernels.project_token(*args)
+
+
+def attend_token(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: int | Tensor,
+    mask: Tensor | None,
+    scale: float,
+    count: bool = False,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Attention of one token a sequence over a cache; no gradient.
+
+    Args:
+        queries: ``[B, H, E]``.
+        keys: ``[B, V, L, E]``.
+        values: ``[B, V, L, E]``.
+        length: Slots in use; as an integer on the device, those before this token's.
+        mask: Slots that count, ``[B, L]`` booleans, or None.
+        scale: Factor of the scores.
+        count: Add one to a length on the device.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        ``[B, H, E]``.
+    """
+    if not _use_triton(backend, queries, keys, values):
+        return _token_step.attend_token(queries, keys, values, length, mask, scale, count)
+    from midus.ops.token_step import kernels
+
+    return kernels.attend_token(queries, keys, values, length, mask, scale, count)
+
+
+def gate_token(
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    backend: Backend = "auto",
+) -> Tensor:
+    """``silu(W_gate norm(x)) * W_up norm(x)`` of one token; no gradient.
+
+    Args:
+        hidden: ``[..., D]`` of one token.
+        norm_weight: ``[D]``, of an RMSNorm.
+        eps: Of that norm.
+        gate_weight: ``[I, D]``, contiguous.
+        up_weight: ``[I, D]``, contiguous.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        ``[..., I]``.
+    """
+    args = (hidden, norm_weight, eps, gate_weight, up_weight)
+    if not _use_triton(backend, hidden, norm_weight, gate_weight, up_weight):
+        return _token_step.gate_token(*args)
+    from midus.ops.token_step import kernels
+
+    return kernels.gate_token(*args)
+
+
+def linear_token(
+    inputs: Tensor, weight: Tensor, residual: Tensor, backend: Backend = "auto"
+) -> Tensor:
+    """``residual + W x`` of one token; no gradient.
+
+    Args:
+        inputs: ``[..., I]`` of one token, contiguous.
+        weight: ``[O, I]``, contiguous.
+        residual: ``[..., O]``, contiguous.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        ``[..., O]``.
+    """
+    if not _use_triton(backend, inputs, weight, residual):
+        return _token_step.linear_token(inputs, weight, residual)
+    from midus.ops.token_step import kernels
+
+    return kernels.linear_token(inputs, weight, residual)
+
+
+def gated(gate: Tensor, up: Tensor, backend: Backend = "auto") -> Tensor:
+    """``silu(gate) * up``, one pass each way; keeps its inputs alone for the gradient.
+
+    Args:
+        gate: Any shape.
+        up: The same.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        The same shape.
+    """
+    _check_shape("up", up, tuple(gate.shape))
+    plain = torch.compiler.is_compiling() or gate.dtype != up.dtype
+    if plain or not _use_triton(backend, gate, up):
+        return _gated.gated(gate, up)
+    from midus.ops.gated import kernels
+
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        out: Tensor = kernels.Gated.apply(gate, up)  # type: ignore[no-untyped-call]  # torch
+        return out
+    return kernels.gated_forward(gate, up)
+
+
+def attend_and_read(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: int | Tensor,
+    mask: Tensor | None,
+    scale: float,
+    hidden: Tensor,
+    row_keys: Tensor,
+    col_keys: Tensor,
+    value_cache: Tensor,
+    top_k: int,
+    backend: Backend = "auto",
+    search: Search = "auto",
+) -> Tensor:
+    """``attend_token``, then ``headwise_memory_cached``, then the residual; no gradient.
+
+    Args:
+        queries: ``[B, H, E]``; this and what follows up to ``scale`` as in ``attend_token``.
+        keys: ``[B, V, L, E]``.
+        values: ``[B, V, L, E]``.
+        length: Slots in use; as an integer on the device it is counted up.
+        mask: ``[B, L]`` booleans, or None.
+        scale: Factor of the scores.
+        hidden: ``[B, H * O]``, the residual stream.
+        row_keys: ``[H, n, E/2]``.
+        col_keys: ``[H, n, E/2]``.
+        value_cache: ``[H, n * n, O]``.
+        top_k: Slots to read per head.
+        backend: ``auto``, ``reference`` or ``triton``.
+        search: ``two_stage``, ``cartesian``, or ``auto`` by size.
+
+    Returns:
+        ``[B, H * O]``.
+    """
+    _check_keys(queries, row_keys, col_keys, top_k)
+    inputs = (queries, keys, values, hidden, row_keys, col_keys, value_cache)
+    use_triton = _use_triton(backend, *inputs) and _fits_kernels(backend, row_keys.shape[1], top_k)
+    cartesian = _use_cartesian(search, queries, row_keys, use_triton)
+    attended = (queries, keys, values, length, mask, scale)
+    memory = (hidden, row_keys, col_keys, value_cache, top_k, cartesian)
+    if not use_triton:
+        return _token_step.attend_and_read(*attended, *memory)
+    from midus.ops.token_step import kernels
+
+    return kernels.attend_and_read(*attended, *memory)
+
+
 def _check_keys(queries: Tensor, row_keys: Tensor, col_keys: Tensor, top_k: int) -> None:
     if queries.dim() < 2 or row_keys.dim() != 3:
         raise MidusError(
@@ -294,10 +520,17 @@ def _one_type(latent_values: Tensor, value_proj: Tensor) -> tuple[Tensor, Tensor
 
 
 __all__ = [
+    "attend_and_read",
+    "attend_token",
+    "gate_token",
+    "gated",
     "headwise_memory",
     "headwise_memory_cached",
+    "linear_token",
     "linear_topk",
     "product_key_topk",
+    "project_token",
+    "rotate_heads",
     "tucker_topk",
     "weighted_gather",
 ]

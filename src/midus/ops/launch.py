@@ -21,7 +21,7 @@ def launch(
     Args:
         kernel: A ``triton.jit`` function whose compile-time constants come last.
         grid: One to three numbers of programs.
-        args: Tensors and integers, the kernel's first arguments.
+        args: Tensors and numbers, the kernel's first arguments.
         constants: Its compile-time constants by name, and ``num_warps`` and the like.
     """
     device = args[0].device
@@ -45,4 +45,6 @@ def _kind(arg: Any) -> tuple[Any, ...]:
     """All that Triton makes a compiled kernel depend on, and a little more."""
     if isinstance(arg, int):
         return arg == 1, arg % 16 == 0, arg >= 1 << 31
+    if isinstance(arg, float):
+        return ()
     return arg.dtype, arg.data_ptr() % 16 == 0

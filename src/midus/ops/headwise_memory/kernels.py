@@ -30,7 +30,7 @@ from midus.ops.weighted_gather.kernels import sort_entries, table_gradient
 
 
 @triton.jit
-def _softmax(scores, place, TOP_K: tl.constexpr):
+def softmax(scores, place, TOP_K: tl.constexpr):
     """Over the k winners, which come best first; padding weighs nothing."""
     largest = tl.max(scores, axis=1)[:, None]
     powers = tl.where(place < TOP_K, tl.exp(scores - largest), 0.0)
@@ -38,7 +38,7 @@ def _softmax(scores, place, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _gather(
+def gather(
     table, slot_idx, weights, mask, r, width: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -73,7 +73,7 @@ def _headwise_memory_fwd_kernel(
         stride_token, stride_head, TOP_K, BLOCK_T, BLOCK_N, BLOCK_E, BLOCK_K, CARTESIAN, UNROLL,
     )  # fmt: skip
     place = tl.arange(0, BLOCK_K)
-    alpha = _softmax(scores, place[None, :], TOP_K)
+    alpha = softmax(scores, place[None, :], TOP_K)
     line = tokens * num_heads + head  # this head's line of a [T, H, ...] tensor
     if SAVE:
         where = (line * TOP_K)[:, None] + place[None, :]
@@ -90,7 +90,7 @@ def _headwise_memory_fwd_kernel(
                 mask=(r < latent_dim)[:, None] & (o < head_width)[None, :],
                 other=0.0,
             )  # [R, O]
-            latent = _gather(
+            latent = gather(
                 latent_values, slots, alpha, mask, r, latent_dim,
                 TOP_K, BLOCK_T, BLOCK_R, BLOCK_K, UNROLL,
             )  # fmt: skip
@@ -118,11 +118,11 @@ def _headwise_memory_cached_kernel(
         queries, row_keys, col_keys, tokens, num_tokens, head, num_subkeys, subkey_dim,
         stride_token, stride_head, TOP_K, BLOCK_T, BLOCK_N, BLOCK_E, BLOCK_K, CARTESIAN, UNROLL,
     )  # fmt: skip
-    alpha = _softmax(scores, tl.arange(0, BLOCK_K)[None, :], TOP_K)
+    alpha = softmax(scores, tl.arange(0, BLOCK_K)[None, :], TOP_K)
     table = value_cache + head * num_subkeys * num_subkeys * head_width
     for start in range(0, head_width, BLOCK_O):
         o = start + tl.arange(0, BLOCK_O)
-        result = _gather(
+        result = gather(
             table, slots, alpha, mask, o, head_width, TOP_K, BLOCK_T, BLOCK_O, BLOCK_K, UNROLL
         )
         tl.store(

@@ -1,0 +1,111 @@
+"""What the commands of `midus bench` that measure models share: target, processes, result files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from midus.errors import MidusError
+
+
+class BenchRun:
+    """One command.
+
+    Args:
+        name: How its result file begins.
+        shape: Built-in shape, or empty.
+        model: Checkpoint or hub id, or empty.
+        device: ``cuda``, ``cpu`` or empty.
+    """
+
+    def __init__(self, name: str, shape: str, model: str, device: str) -> None:
+        from midus.efficiency.processes import start_server
+
+        if shape and model:
+            raise MidusError(
+                f"shape={shape!r} and model={model!r} exclude each other; give one of them"
+            )
+        start_server()  # it imports while this process does
+        from midus.cli import console
+        from midus.efficiency.hardware import pick_device_type
+        from midus.models.shapes import SHAPES
+        from midus.upscaling.inspect import target_config
+
+        console.quieten_libraries()
+        self.name = name
+        self.device = pick_device_type(device)
+        if shape and shape not in SHAPES:
+            raise MidusError(f"shape {shape!r} is unknown; choose one of {', '.join(SHAPES)}")
+        self.target = shape or model or ("llama-3.1-8b" if self.device == "cuda" else "tiny")
+        self.base_config = target_config(self.target)
+        self.rows: list[dict[str, Any]] = []
+
+    def measure(
+        self,
+        methods: str,
+        points: Callable[[Any], tuple[Any, ...]],
+        protocol: Any,
+        json_path: Path | None,
+    ) -> None:
+        """Runs a process for each method and keeps the result file up to date.
+
+        Args:
+            methods: As the user named them; what the base cannot have is refused before any runs.
+            points: The rows of one method.
+            protocol: How they are measured.
+            json_path: Result file; default: by name and target.
+        """
+        from midus.cli import console
+        from midus.efficiency.rows import Job
+        from midus.efficiency.runs import run_jobs
+        from midus.efficiency.subjects import parse_subjects
+        from midus.efficiency.training_step import SETTINGS
+        from midus.reports import write_result
+
+        path = json_path or Path("bench") / f"{self.name}-{Path(self.target).name}.json"
+        if path.is_dir():
+            raise MidusError(f"json={path} is a folder; give the name of a file")
+        jobs = [Job(target=self.target, points=points(s)) for s in parse_subjects(methods)]
+        for job in jobs:
+            for subject in dict.fromkeys(point.subject for point in job.points):
+                subject.grown_config(self.base_config)
+        shared = {"base": self.target, **protocol.to_dict(), **SETTINGS}
+        with console.err.status("starting") as status:
+            self.rows, hardware = run_jobs(
+                jobs,
+                lambda rows, hardware: write_result(path, rows, hardware, shared),
+                lambda phase: _show(status, phase),
+            )
+        self._path = path
+        self._title = f"{self.target} on {hardware}"
+
+    def finish(self, plot: Callable[[list[dict[str, Any]], Path, str], None]) -> None:
+        """Says what went wrong, draws the rows, and says where the result is.
+
+        Args:
+            plot: Draws rows into a file, under a title.
+        """
+        from midus.cli import console
+
+        for row in self.rows:
+            where = [f"{n} {row[n]}" for n in ("value", "batch", "context") if n in row]
+            name = " ".join([row["label"], *where])
+            for phase in row["oom"]:
+                console.out.print(f"{name}: out of memory in {phase}", style="yellow")
+            for phase, error in row["errors"].items():
+                console.out.print(f"{name}: {phase} failed: {error}", style="yellow")
+        picture = self._path.with_suffix(".png")
+        try:
+            plot(self.rows, picture, self._title)
+            console.out.print(f"wrote {self._path} and {picture}", style="dim")
+        except ImportError:
+            console.out.print(f"wrote {self._path}", style="dim")
+            console.err.print("no picture: matplotlib is missing; pip install matplotlib")
+
+
+def _show(status: Any, phase: str) -> None:
+    from midus.cli import console
+
+    if console.err.is_terminal:
+        status.update(phase)
+    else:
+        console.err.print(phase)

@@ -1,0 +1,69 @@
+"""How far predictions were off where they could be compared with a measurement.
+
+`benchmarks/plan_error.py --write` writes the file beside this one.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from midus.efficiency.gpus import MEASURED_ON, Gpu
+
+ERROR_FILE = Path(__file__).parent / "plan_error.json"
+
+_LABELS = {
+    "train_gb": "training memory",
+    "train_s_per_iter": "s/iter",
+    "infer_gb": "serving memory",
+    "decode_compiled_tok_s": "decode",
+    "prefill_ms": "prefill",
+}
+
+
+def summarize_errors(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """For each column the number of values, the mean and the largest |error| in per cent.
+
+    Args:
+        rows: One value each: ``column`` and ``error_percent``, and ``is_fitted`` where the value
+            itself was used to set the shares; such rows are left out.
+    """
+    summary = {}
+    for column in _LABELS:
+        errors = [
+            abs(row["error_percent"])
+            for row in rows
+            if row["column"] == column and not row["is_fitted"]
+        ]
+        if errors:
+            mean = sum(errors) / len(errors)
+            summary[column] = {"values": len(errors), "mean": mean, "worst": max(errors)}
+    return summary
+
+
+def read_errors(path: Path = ERROR_FILE) -> dict[str, Any] | None:
+    """What the comparison found, or None where there was none."""
+    if not path.is_file():
+        return None
+    errors: dict[str, Any] = json.loads(path.read_text())
+    return errors
+
+
+def error_sentences(gpu: Gpu, errors: dict[str, Any] | None) -> list[str]:
+    """What a user should know about how good the numbers are."""
+    if errors is None:
+        said = ["these predictions have not been compared with measurements of whole models"]
+    else:
+        parts = ", ".join(
+            f"{_LABELS[column]} {found['mean']:.1f} % (worst {found['worst']:.1f})"
+            for column, found in errors["columns"].items()
+        )
+        said = [
+            f"measured error of these predictions on the {MEASURED_ON.upper()}, one GPU, mean over "
+            f"{errors['rows']} rows that were not used to set the shares: {parts}"
+        ]
+    if gpu.name != MEASURED_ON:
+        said.append(
+            f"{gpu.name.upper()} is predicted from its data sheet with the shares of the "
+            f"{MEASURED_ON.upper()}; nothing was measured on it"
+        )
+    return said

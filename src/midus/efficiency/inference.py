@@ -1,0 +1,131 @@
+"""Prefill and decoding of one model: milliseconds, tokens a second and peak memory."""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from midus.efficiency.gpu_memory import peak_gb, start_peak
+from midus.efficiency.timing import time_runs, wall_seconds
+from midus.errors import MidusError
+
+_LONG_PROMPT, _LONG_RUNS = 8192, 3
+
+
+def prepare_inference(model: Any) -> None:
+    """Evaluation mode, with the value caches that every inference figure of the paper has."""
+    model.eval()
+    if hasattr(model, "build_value_cache"):
+        model.build_value_cache()
+
+
+def finish_inference(model: Any) -> None:
+    """Frees the value caches."""
+    if hasattr(model, "drop_value_cache"):
+        model.drop_value_cache()
+
+
+def random_prompt(model: Any, batch: int, length: int, device: torch.device) -> Tensor:
+    """Random tokens, ``[batch, length]``."""
+    return torch.randint(model.config.vocab_size, (batch, length), device=device)
+
+
+@torch.no_grad()
+def measure_prefill(
+    model: Any, prompt: int, device: torch.device, warmup: int, runs: int
+) -> dict[str, Any]:
+    """From a prompt to its next token, into a fresh cache each time."""
+    start_peak(device)
+    input_ids = random_prompt(model, 1, prompt, device)
+
+    def prefill() -> Tensor:
+        logits = model(input_ids=input_ids, use_cache=True, logits_to_keep=1).logits
+        token: Tensor = logits[:, -1].argmax(-1)
+        return token
+
+    runs = min(runs, _LONG_RUNS) if prompt >= _LONG_PROMPT else runs
+    seconds = time_runs(prefill, device, runs, warmup)
+    return {
+        "ms": statistics.median(seconds) * 1e3,
+        "spread_ms": (max(seconds) - min(seconds)) * 1e3,
+        "gb": peak_gb(device),
+    }
+
+
+@torch.no_grad()
+def kv_cache_bytes(model: Any, length: int, device: torch.device) -> int:
+    """Bytes of the keys and values of one sequence."""
+    input_ids = random_prompt(model, 1, length, device)
+    cache = model(input_ids=input_ids, use_cache=True, logits_to_keep=1).past_key_values
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def measure_generate(
+    generate: Callable[..., Any],
+    input_ids: Tensor,
+    tokens: int,
+    repeats: int,
+    device: torch.device,
+) -> float:
+    """Tokens a second of greedy generation from the third one on.
+
+    The difference between generations of ``tokens + 2`` tokens and of two, by the wall clock,
+    medians of both: prefill, and the capture of a graph at the second token, are in either.
+
+    Args:
+        generate: ``model.generate`` or what takes the same arguments.
+        input_ids: The prompts.
+        tokens: Tokens that are timed, of each sequence.
+        repeats: Times each length is run, after one warm-up of each.
+        device: Where it runs.
+    """
+
+    def run(length: int) -> None:
+        made = generate(
+            input_ids=input_ids, max_new_tokens=length, min_new_tokens=length, do_sample=False
+        )
+        assert made.shape[1] == input_ids.shape[1] + length
+
+    def median(length: int) -> float:
+        run(length)
+        return statistics.median(wall_seconds(lambda: run(length), device) for _ in range(repeats))
+
+    seconds = median(tokens + 2) - median(2)
+    if seconds <= 0:
+        raise MidusError(f"{tokens} tokens take less time than this machine's noise; time more")
+    return tokens * len(input_ids) / seconds
+
+
+@torch.no_grad()
+def measure_generation_memory(
+    model: Any, prompt: int, tokens: int, device: torch.device
+) -> float | None:
+    """Peak memory of one eager generation, prefill included."""
+    start_peak(device)
+    input_ids = random_prompt(model, 1, prompt, device)
+    model.generate(
+        input_ids=input_ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
+    )
+    return peak_gb(device)
+
+
+@torch.no_grad()
+def measure_decoder(
+    model: Any, input_ids: Tensor, tokens: int, repeats: int, warmup: int, device: torch.device
+) -> float:
+    """Tokens a second of replayed steps over a static cache (`models/fast.py`)."""
+    from midus.models.fast import FastDecoder
+
+    batch, prompt = input_ids.shape
+    decoder = FastDecoder(model, batch, prompt + warmup + repeats * tokens + 1)
+    decoder.prefill(input_ids)
+    for _ in range(warmup):
+        decoder.step()
+
+    def steps() -> None:
+        for _ in range(tokens):
+            decoder.step()
+
+    return tokens * batch / statistics.median(time_runs(steps, device, repeats))

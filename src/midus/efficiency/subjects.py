@@ -1,0 +1,109 @@
+"""What is measured: a method, its memory layer and its placement, `method[:memory][@placement]`."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from midus.config import MemoryConfig, UpscaleConfig
+from midus.errors import MidusError
+from midus.upscaling.methods import find_method, plan_upscaling
+
+# The rows of the paper's efficiency table.
+PAPER_METHODS = "base,llama_pro,opt_deus,midus:linear,midus:pkm,midus:ultramem,midus:hml"
+
+_METHOD_NAMES = {
+    "base": "Base",
+    "llama_pro": "Llama Pro",
+    "opt_deus": "OpT-DeUS",
+    "avg_deus": "Avg-DeUS",
+    "lesa": "LESA",
+    "solar": "SOLAR",
+    "stack": "Stack",
+    "gradual_stack": "Gradual Stack",
+    "midus": "MIDUS",
+}
+_MEMORY_NAMES = {"hml": "HML", "linear": "Linear", "pkm": "PKM", "ultramem": "UltraMem"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """One way to grow a model."""
+
+    method: str
+    memory: str | None = None
+    """Memory layer, for midus."""
+    placement: str | None = None
+    """None: the method's own."""
+    num_subkeys: int | None = None
+    """None: the default of the memory layer."""
+    top_k: int | None = None
+    """None: the default of the memory layer."""
+
+    @property
+    def label(self) -> str:
+        """Its name in tables."""
+        parts = [_METHOD_NAMES.get(self.method, self.method)]
+        if self.memory:
+            parts.append(_MEMORY_NAMES.get(self.memory, self.memory))
+        if self.placement:
+            parts.append(f"({self.placement.replace('_', '-')})")
+        return " ".join(parts)
+
+    @property
+    def resolved_placement(self) -> str | None:
+        """Where its blocks stand."""
+        return self.placement or find_method(self.method).default_placement
+
+    def names(self) -> dict[str, Any]:
+        """The columns that say which row it is."""
+        return {
+            "method": self.method,
+            "memory": self.memory,
+            "placement": self.resolved_placement,
+            "label": self.label,
+        }
+
+    def grown_config(self, base_config: Any) -> Any:
+        """The config of the model it makes of a base; refuses what cannot be made."""
+        options = {
+            name: value
+            for name in ("num_subkeys", "top_k")
+            if (value := getattr(self, name)) is not None
+        }
+        memory = MemoryConfig(kind=self.memory, **options) if self.memory else MemoryConfig()
+        upscaling = UpscaleConfig(method=self.method, placement=self.placement, memory=memory)
+        return plan_upscaling(base_config, upscaling, {})[1]
+
+    def changed(self, **values: Any) -> "Subject":
+        """The same with other placement, sub-keys or Top-k."""
+        if self.memory is None and values.keys() & {"num_subkeys", "top_k"}:
+            raise MidusError(
+                f"method {self.method!r} has no memory layer, so no {', '.join(values)}; "
+                "use midus, such as midus:hml"
+            )
+        return replace(self, **values)
+
+
+def parse_subjects(text: str) -> list[Subject]:
+    """The subjects a list with commas names."""
+    subjects = [_parse_subject(part.strip()) for part in text.split(",")]
+    if repeated := [s.label for s in subjects if subjects.count(s) > 1]:
+        raise MidusError(f"methods={text!r} names {repeated[0]} twice; give each one once")
+    return subjects
+
+
+def _parse_subject(text: str) -> Subject:
+    rest, at, placement = text.partition("@")
+    method, colon, memory = rest.partition(":")
+    if not method or (at and not placement) or (colon and not memory):
+        raise MidusError(
+            f"methods={text!r} is not of the form method[:memory][@placement]; "
+            "write for example midus:hml or midus:hml@top_heavy"
+        )
+    inserts_memory = find_method(method).inserts == "memory"
+    if memory and not inserts_memory:
+        raise MidusError(
+            f"methods={text!r} gives a memory layer to {method!r}, which has none; leave it out"
+        )
+    if inserts_memory:
+        memory = memory or "hml"
+    return Subject(method=method, memory=memory or None, placement=placement or None)

@@ -1,0 +1,241 @@
+"""Measured results as Markdown, between markers in the documents that show them.
+
+Each block is made from a result file alone, so that a test can tell whether a document still says
+what was measured.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from midus.efficiency.paper import PAPER, paper_row
+from midus.efficiency.ratios import Row, difference_of, find_row, ratio_of, value_of, with_ratio
+from midus.errors import MidusError
+
+Result = dict[str, Any]
+
+_HEADLINE = "efficiency-llama-3.1-8b"
+_PROMPT = "2048"
+
+
+def headline_table(result: Result) -> str:
+    """The README's table: parameters, training, decoding and prefill, with ratios."""
+    rows = result["rows"]
+    base, dus = find_row(rows, "base"), find_row(rows, "llama_pro")
+    lines = [
+        [
+            row["label"],
+            f"{_billions(row, 'params_trainable')} / {_billions(row, 'params_total')}",
+            _cell(row, "train_gb", 1),
+            _cell(row, "train_s_per_iter", 2, dus),
+            _cell(row, "decode_compiled_tok_s", 1, base),
+            _cell(row, "prefill_ms", 1, base, _PROMPT),
+        ]
+        for row in rows
+    ]
+    heads = ["", "params, B: trained / all", "train GB", "train s/iter (x Llama Pro)"]
+    heads += ["decode tok/s (x base)", "prefill 2,048, ms (x base)"]
+    return _markdown(heads, lines) + "\n\n" + conditions_line(result)
+
+
+def efficiency_table(result: Result) -> str:
+    """Everything an efficiency result holds, with the paper's figures in columns of their own."""
+    rows, target = result["rows"], result["protocol"]["base"]
+    base, dus = find_row(rows, "base"), find_row(rows, "llama_pro")
+    prompts = _prompts(rows)
+    heads = ["", "placement", "params, B: trained / all", "train GB", "train s/iter (x Llama Pro)"]
+    heads += ["spread, s", "infer GB", "eager tok/s (x base)", "compiled tok/s (x base)"]
+    heads += ["generate_fast tok/s (x base)"]
+    heads += [f"prefill {int(prompt):,}, ms (x base)" for prompt in prompts]
+    has_paper = target in PAPER
+    if has_paper:
+        heads += ["paper: GB train / infer", "paper: s/iter", "paper: tok/s"]
+    lines = []
+    for row in rows:
+        line = [
+            row["label"],
+            row["placement"] or "",
+            f"{_billions(row, 'params_trainable')} / {_billions(row, 'params_total')}",
+            _cell(row, "train_gb", 1),
+            _cell(row, "train_s_per_iter", 2, dus),
+            _cell(row, "train_s_spread", 3),
+            _cell(row, "infer_gb", 1),
+            _cell(row, "decode_eager_tok_s", 1, base),
+            _cell(row, "decode_compiled_tok_s", 1, base),
+            _cell(row, "generate_fast_tok_s", 1, base),
+            *(_cell(row, "prefill_ms", 1, base, prompt) for prompt in prompts),
+        ]
+        if has_paper:
+            known = paper_row(target, row)
+            line += (
+                [
+                    f"{known.train_gb:g} / {_plain(known.infer_gb)}",
+                    _plain(known.train_s_per_iter),
+                    _plain(known.decode_tok_s),
+                ]
+                if known
+                else ["", "", ""]
+            )
+        lines.append(line)
+    return _markdown(heads, lines) + "\n\n" + conditions_line(result)
+
+
+def prefill_table(result: Result) -> str:
+    """Milliseconds by prompt length, with the change against Llama Pro beside."""
+    rows = result["rows"]
+    dus = find_row(rows, "llama_pro")
+    lines = []
+    for prompt in _prompts(rows):
+        line = [f"{int(prompt):,}"]
+        for row in rows:
+            change = difference_of(row, dus, "prefill_ms", prompt)
+            beside = "" if change is None or row is dus else f" ({change:+.1f})"
+            line.append(_cell(row, "prefill_ms", 1, key=prompt) + beside)
+        lines.append(line)
+    heads = ["tokens", *(f"{row['label']}, ms" for row in rows)]
+    return _markdown(heads, lines) + "\n\n" + conditions_line(result)
+
+
+def sweep_table(result: Result) -> str:
+    """Training time and memory, the setting's values down and methods across."""
+    rows = result["rows"]
+    over = rows[0]["over"]
+    heads = ["", over, "s/iter", "train GB", "compiled tok/s", "prefill, ms"]
+    lines = [
+        [
+            row["label"],
+            f"{row['value']:,}" if isinstance(row["value"], int) else str(row["value"]),
+            _cell(row, "train_s_per_iter", 3),
+            _cell(row, "train_gb", 1),
+            _cell(row, "decode_compiled_tok_s", 1),
+            *([_cell(row, "prefill_ms", 1, key=prompt) for prompt in row["prefill_ms"]] or ["-"]),
+        ]
+        for row in rows
+    ]
+    if not any(row["prefill_ms"] for row in rows):
+        heads, lines = heads[:4], [line[:4] for line in lines]
+    return _markdown(heads, lines) + "\n\n" + conditions_line(result)
+
+
+def decode_table(result: Result) -> str:
+    """Tokens a second of all sequences together, by context and batch."""
+    lines = []
+    for row in result["rows"]:
+        peers = [
+            r
+            for r in result["rows"]
+            if (r["batch"], r["context"]) == (row["batch"], row["context"])
+        ]
+        base = find_row(peers, "base")
+        size = row.get("kv_cache_bytes")
+        lines.append(
+            [
+                row["label"],
+                f"{row['context']:,}",
+                f"{row['batch']:,}",
+                _cell(row, "decode_eager_tok_s", 1, base),
+                _cell(row, "decode_compiled_tok_s", 1, base),
+                _cell(row, "compiled_gb", 1),
+                "-" if size is None else f"{size / 1e9:.2f}",
+            ]
+        )
+    heads = ["", "context", "batch", "eager tok/s (x base)", "compiled tok/s (x base)"]
+    heads += ["compiled GB", "KV cache GB"]
+    return _markdown(heads, lines) + "\n\n" + conditions_line(result)
+
+
+def conditions_line(result: Result) -> str:
+    """Command, hardware, versions, commit and date of a result."""
+    versions = result["versions"]
+    return (
+        f"`{result['command']}` on {result['hardware']}, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}, commit `{result['commit']}`, "
+        f"{result['date'][:10]}."
+    )
+
+
+_KINDS: dict[str, Callable[[Result], str]] = {
+    "efficiency": efficiency_table,
+    "prefill": prefill_table,
+    "sweep": sweep_table,
+    "decode": decode_table,
+}
+
+
+def blocks_of(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The README's blocks and the result page's, by marker.
+
+    Args:
+        folder: Result files: ``efficiency-<shape>.json``, ``prefill-``, ``sweep-``, ``decode-``.
+    """
+    page: dict[str, str] = {}
+    readme: dict[str, str] = {}
+    for kind, table in _KINDS.items():
+        for path in sorted(folder.glob(f"{kind}-*.json")):
+            result = json.loads(path.read_text())
+            page[path.stem] = table(result)
+            if path.stem == _HEADLINE:
+                readme["efficiency"] = headline_table(result)
+    return readme, page
+
+
+def markers_of(text: str) -> list[str]:
+    """Names of the blocks a document has places for."""
+    begins = [part.split(":begin -->")[0] for part in text.split("<!-- ")[1:]]
+    return [name for name in begins if f"<!-- {name}:begin -->" in text]
+
+
+def replace_blocks(text: str, blocks: dict[str, str]) -> str:
+    """A document with every block between ``<!-- name:begin -->`` and ``<!-- name:end -->``."""
+    for name in markers_of(text):
+        if name not in blocks:
+            if name.split("-")[0] in _KINDS:
+                raise MidusError(
+                    f"the block {name!r} has no result file; measure it or take the markers out"
+                )
+            continue
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise MidusError(f"{begin} has no {end} after it; add it")
+        text = f"{before}{begin}\n{blocks[name]}\n{end}{after}"
+    return text
+
+
+def _prompts(rows: list[Row]) -> list[str]:
+    return sorted({prompt for row in rows for prompt in row["prefill_ms"]}, key=int)
+
+
+def _cell(
+    row: Row, column: str, digits: int, reference: Row | None = None, key: str | None = None
+) -> str:
+    value = value_of(row, column, key)
+    if value is None and _ran_out(row, column, key):
+        return "out of memory"
+    return with_ratio(value, ratio_of(row, reference, column, key), digits)
+
+
+def _ran_out(row: Row, column: str, key: str | None) -> bool:
+    phase = {
+        "train_gb": "train",
+        "train_s_per_iter": "train",
+        "prefill_ms": f"prefill {key}",
+        "compiled_gb": "decode_compiled",
+    }.get(column, column.removesuffix("_tok_s"))
+    return phase in row["oom"]
+
+
+def _billions(row: Row, column: str) -> str:
+    value = row[column]
+    return "-" if value is None else f"{value / 1e9:.2f}"
+
+
+def _plain(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
+def _markdown(heads: list[str], lines: list[list[str]]) -> str:
+    rule = ["---", *["---:"] * (len(heads) - 1)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, rule, *lines))

@@ -1,0 +1,224 @@
+"""What a block computes on a GPU, in fewer and larger steps.
+
+The plain path of a memory block, norm and attention module of the family one after the other, is
+what `block.py` says; here the same is computed for the families whose attention is Llama's own:
+with a fused norm and rotary embedding for any number of tokens, and in three kernels for a single
+one, which is what decoding is made of. Where something does not fit, the plain path runs.
+`fused_base.py` does the same for blocks of the base.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from midus.memory.hive import HiveValues
+from midus.memory.hml import HeadwiseMemory
+from midus.models.families import find_family
+from midus.ops import attend_and_read, project_token, rotate_heads
+
+_DEVICES = frozenset({"cuda"})
+# Arguments of a block that its attention function does not get by that name.
+_NAMED = frozenset({"attention_mask", "past_key_values", "position_embeddings", "use_cache"})
+
+
+def is_llama_like(config: Any, attention: Any) -> bool:
+    """Whether a block's norm and attention compute what Llama's do, over all of the past."""
+    window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+    return find_family(config.model_type).has_llama_attention and window is None
+
+
+def suits(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether a Llama-like block is on a GPU, and nobody watches or replaces its parts."""
+    device = hidden_states.device.type
+    if device not in _DEVICES or torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
+        return False
+    attention, norm, positions = (
+        block.self_attn,
+        block.input_layernorm,
+        kwargs.get("position_embeddings"),
+    )
+    return (
+        positions is not None
+        and positions[0].shape[-1] == attention.head_dim
+        and norm.weight.dtype == hidden_states.dtype == positions[0].dtype
+        and attention.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
+        and not (is_watched(attention) or is_watched(norm))
+    )
+
+
+def attend_heads(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """``Attn'(LN(x))``, or with the output projection where the block has one.
+
+    To be called where ``suits``.
+    """
+    attention = block.self_attn
+    query, key, value = _project(block, hidden_states, *kwargs["position_embeddings"])
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    cache = kwargs.get("past_key_values")
+    if cache is not None:
+        key, value = cache.update(key, value, attention.layer_idx)
+    others = {name: value for name, value in kwargs.items() if name not in _NAMED}
+    attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+    attended, _ = attend(
+        attention,
+        query,
+        key,
+        value,
+        kwargs.get("attention_mask"),
+        dropout=attention.attention_dropout if attention.training else 0.0,
+        scaling=attention.scaling,
+        **others,
+    )
+    out: Tensor = attention.o_proj(attended.flatten(2))
+    return out
+
+
+def decode_step(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """``M(x)`` of one token a sequence, or None where it takes more than the three kernels.
+
+    To be called where ``suits`` and without gradients.
+    """
+    if not _reads_plainly(block):
+        return None
+    attention, memory = block.self_attn, block.memory
+    table, layer = memory.values.fresh_cache(), cache_layer(block, kwargs)
+    mask = kwargs.get("attention_mask")
+    if table is None or layer is None or not (mask is None or mask.dtype == torch.bool):
+        return None
+    is_static = type(layer) is StaticLayer
+    length: int | Tensor
+    if len(hidden_states) == 1 and can_stream(block, hidden_states):
+        query, key, value = project_one(block, hidden_states, layer if is_static else None, kwargs)
+        if is_static:
+            length = layer.cumulative_length
+        else:
+            key, value = layer.update(key, value)
+            length = key.shape[2]
+    else:
+        query, key, value = _project(block, hidden_states, *kwargs["position_embeddings"])
+        query = query[:, 0]  # [B, H, E]
+        key, value = layer.update(key.transpose(1, 2), value.transpose(1, 2))
+        length = layer.cumulative_length - 1 if is_static else key.shape[2]
+    out = attend_and_read(
+        query,
+        key,
+        value,
+        length,
+        seen_slots(mask, hidden_states),
+        attention.scaling,
+        hidden_states[:, 0],
+        memory.keys.row_keys,
+        memory.keys.col_keys,
+        table,
+        memory.keys.top_k,
+    )
+    return out.unsqueeze(1)
+
+
+def cache_layer(block: Any, kwargs: dict[str, Any]) -> Any:
+    """The block's part of the cache, if it is one that the kernels know and has been used."""
+    cache, index = kwargs.get("past_key_values"), block.self_attn.layer_idx
+    layer: Any = None if cache is None or len(cache.layers) <= index else cache.layers[index]
+    known = type(layer) in (DynamicLayer, StaticLayer) and layer.is_initialized
+    return layer if known else None
+
+
+def seen_slots(mask: Tensor | None, hidden_states: Tensor) -> Tensor | None:
+    """The mask of a single query as ``[B, L]``."""
+    return None if mask is None else mask[:, 0, 0].expand(len(hidden_states), -1)
+
+
+def _project(block: Any, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values, the first two rotated: ``[B, T, heads, E]`` each."""
+    attention, norm = block.self_attn, block.input_layernorm
+    normed = fused_norm(norm, hidden_states)
+    shape = (*hidden_states.shape[:2], -1, attention.head_dim)
+    query, key = rotate_heads(
+        attention.q_proj(normed).view(shape), attention.k_proj(normed).view(shape), cos, sin
+    )
+    return query, key, attention.v_proj(normed).view(shape)
+
+
+def fused_norm(norm: Any, hidden_states: Tensor) -> Tensor:
+    """An RMSNorm of Llama's kind as one kernel each way."""
+    return F.rms_norm(hidden_states, hidden_states.shape[-1:], norm.weight, norm.variance_epsilon)
+
+
+def project_one(
+    block: Any, hidden_states: Tensor, layer: Any, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``_project`` for one token of one sequence, into a static cache's layer if there is one."""
+    attention, norm = block.self_attn, block.input_layernorm
+    q_proj, k_proj, v_proj = attention.q_proj, attention.k_proj, attention.v_proj
+    cos, sin = kwargs["position_embeddings"]
+    if layer is None:
+        shape = (1, k_proj.out_features // attention.head_dim, 1, attention.head_dim)
+        key, value = hidden_states.new_empty(shape), hidden_states.new_empty(shape)
+    else:
+        key, value = layer.keys, layer.values
+    query = project_token(
+        hidden_states,
+        norm.weight,
+        norm.variance_epsilon,
+        (q_proj.weight, k_proj.weight, v_proj.weight),
+        (q_proj.bias, k_proj.bias, v_proj.bias),
+        cos,
+        sin,
+        key,
+        value,
+        None if layer is None else layer.cumulative_length,
+    )
+    return query, key, value
+
+
+def _reads_plainly(block: Any) -> bool:
+    """Whether what follows attention is HML alone, as the paper has it."""
+    memory = block.memory
+    return (
+        type(memory) is HeadwiseMemory
+        and type(memory.values) is HiveValues
+        and not block.attention_residual
+        and all(
+            type(module) is nn.Identity and not is_watched(module)
+            for module in (
+                block.self_attn.o_proj,
+                memory.query_proj,
+                memory.query_norm,
+                block.memory_output_proj,
+            )
+        )
+        and not any(is_watched(m) for m in (memory, memory.keys, memory.values))
+    )
+
+
+def can_stream(block: Any, hidden_states: Tensor) -> bool:
+    """Whether the projections are plain matrices that one kernel can read."""
+    attention = block.self_attn
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    return (
+        all(is_plain_linear(projection, hidden_states) for projection in projections)
+        and (projections[0].bias is None) == (projections[1].bias is None)
+        and (projections[0].bias is None) == (projections[2].bias is None)
+    )
+
+
+def is_plain_linear(module: Any, hidden_states: Tensor) -> bool:
+    """Whether a module is a matrix of the tokens' type, on their device, and no more than that."""
+    if type(module) is not nn.Linear or is_watched(module):
+        return False
+    weight = module.weight
+    return (
+        weight.dtype == hidden_states.dtype
+        and weight.device == hidden_states.device
+        and not hasattr(weight, "device_mesh")
+        and weight.is_contiguous()
+    )
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody listens to the module's calls or has put another function in its place."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)

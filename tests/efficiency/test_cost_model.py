@@ -1,0 +1,369 @@
+"""The cost model against counts by hand, autograd's own tensors, and the stated limits."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import prompt_ids, tiny_config
+
+import midus.memory.bank
+import midus.memory.hml
+import midus.memory.keys
+import midus.memory.ultramem
+from midus import ops
+from midus.efficiency.cost_activations import saved_bytes
+from midus.efficiency.cost_checked import error_sentences, read_errors, summarize_errors
+from midus.efficiency.cost_comparison import compare_rows, predict_row, stack_of
+from midus.efficiency.cost_model import (
+    fit_sentence,
+    fits,
+    gpus_needed,
+    largest_micro_batch,
+    predict,
+    predict_training,
+)
+from midus.efficiency.cost_serving import decode_bytes, predict_serving, prefill_work
+from midus.efficiency.cost_sharding import sharded_memory, traffic
+from midus.efficiency.cost_sizes import read_stack
+from midus.efficiency.cost_training import Run, micro_batch_work, training_memory
+from midus.efficiency.cost_work import forward_work
+from midus.efficiency.gpus import GPUS, SHARES, find_gpu
+from midus.efficiency.random_model import make_random_model
+from midus.efficiency.subjects import parse_subjects
+from midus.errors import MidusError
+from midus.models.record import set_trainable
+from midus.models.shapes import shape_config
+from midus.training.loss import use_chunked_loss
+
+H200 = find_gpu("h200")
+
+
+@functools.cache
+def stack(name: str, shape: str = "llama-3.1-8b"):
+    (subject,) = parse_subjects(name)
+    return read_stack(subject.grown_config(shape_config(shape)))
+
+
+def test_parameters_of_llama_8b_are_the_counts_by_hand():
+    attention_inputs = 4096 * 4096 + 2 * 4096 * 1024
+    memory = 2 * 32 * 64 * 64 + 4096 * 128 + 32 * 128 * 128
+    hml = 16 * (attention_inputs + 4096 + memory)
+    assert stack("base").params_total == 8_030_261_248
+    assert stack("base").params_trainable == 8_030_261_248
+    assert stack("midus:hml").params_trainable == hml
+    assert stack("midus:hml").params_total == 8_030_261_248 + hml
+    assert round(hml / 1e9, 2) == 0.42
+
+
+def test_operations_of_the_tiny_shape_are_the_counts_by_hand():
+    # 4 blocks, hidden 64, FFN 128, 4 heads of 16, 2 key/value heads; 10 tokens that see 5 on
+    # average.
+    block = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128)
+    base = forward_work(stack("base", "tiny").base, 10, 5)
+    assert base.matmul == 10 * block
+    assert base.attention == 10 * 2 * (2 * 5 * 64)
+    # n 64, k 4, r 16: rows and columns of 8 numbers each, the gathered rows, the projection.
+    scores, gather, project = 2 * 4 * 64 * 8 * 2, 2 * 4 * 4 * 16, 2 * 4 * 16 * 16
+    inputs = 2 * (64 * 64 + 2 * 64 * 32)
+    hml = forward_work(stack("midus:hml", "tiny").inserted, 10, 5)
+    assert hml.matmul == 10 * (inputs + scores + gather + project)
+    linear = forward_work(stack("midus:linear", "tiny").inserted, 10, 5)
+    assert linear.float32 == 10 * 2 * (4 * 4096 * 16 + 4 * 4 * 16)
+
+
+def test_backward_skips_frozen_blocks_under_the_lowest_that_trains():
+    run = Run(accumulation=1)
+    model = stack("midus:hml@top_heavy")
+    assert model.lowest == 16
+    forward = sum(forward_work(model.block(i), run.tokens, 1024).matmul for i in range(48))
+    inserted = forward_work(model.inserted, run.tokens, 1024).matmul
+    visited = 16 * forward_work(model.base, run.tokens, 1024).matmul + 16 * 2 * inserted
+    head = 2 * 2 * 128_256 * 4096 * run.tokens
+    assert micro_batch_work(model, run).matmul == pytest.approx(forward + visited + head)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "limit"),
+    [
+        ("midus:hml", "llama_pro", 0.65),
+        ("midus:hml", "opt_deus", 0.74),
+        ("midus:hml@top_heavy", "opt_deus", 0.59),
+    ],
+)
+def test_training_operations_are_at_the_stated_limits(ours, theirs, limit):
+    work = [micro_batch_work(stack(name), Run()).operations for name in (ours, theirs)]
+    assert work[0] / work[1] == pytest.approx(limit, abs=0.015)
+
+
+@pytest.mark.parametrize(("length", "limit"), [(2048, 1.076), (8192, 1.118)])
+def test_prefill_operations_are_at_the_stated_limits(length, limit):
+    ours, base = (prefill_work(stack(name), length).operations for name in ("midus:hml", "base"))
+    assert ours / base == pytest.approx(limit, abs=0.002)
+
+
+def test_decoding_reads_what_the_stated_limit_says():
+    ratio = decode_bytes(stack("base"), 1) / decode_bytes(stack("midus:hml"), 1)
+    assert ratio == pytest.approx(0.95, abs=0.005)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Lets the memory layers run their kernels, which keep less than the references do."""
+    monkeypatch.setattr(
+        midus.memory.hml,
+        "headwise_memory",
+        functools.partial(ops.headwise_memory, backend="triton"),
+    )
+    monkeypatch.setattr(
+        midus.memory.keys,
+        "product_key_topk",
+        functools.partial(ops.product_key_topk, backend="triton"),
+    )
+    for module in (midus.memory.bank, midus.memory.ultramem):
+        gather = functools.partial(ops.weighted_gather, backend="triton")
+        monkeypatch.setattr(module, "weighted_gather", gather)
+
+
+def kept_for_backward(config, precision, batch, length):
+    """Bytes of the storages autograd saves in one forward pass, parameters left out."""
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    model = make_random_model(config, torch.device("cpu"), dtype, length).train()
+    set_trainable(model)
+    if precision == "mixed":
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+    use_chunked_loss(model, 1024)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    ids = prompt_ids(batch, length)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "mixed")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
+        loss = model(input_ids=ids, labels=ids).loss
+    total = sum(storage.nbytes() for storage in saved.values())
+    del loss
+    return total
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("precision", ["float32", "bf16", "mixed"])
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [
+        ("base", 0.001),
+        ("llama_pro", 0.001),
+        ("opt_deus", 0.001),
+        ("midus:hml", 0.001),
+        ("midus:hml@top_heavy", 0.001),
+        # Intermediate results of their many small ops are counted together.
+        ("midus:pkm", 0.03),
+        ("midus:linear", 0.03),
+        ("midus:ultramem", 0.03),
+    ],
+)
+def test_activations_are_what_autograd_saves(name, tolerance, precision):
+    (subject,) = parse_subjects(name)
+    subject = subject.changed(num_subkeys=8) if subject.memory else subject
+    base = tiny_config(hidden_size=64, intermediate_size=96, head_dim=16)
+    config = subject.grown_config(base)
+    measured = kept_for_backward(config, precision, batch=2, length=24)
+    predicted = saved_bytes(read_stack(config), 2, 24, precision, kernels=False)
+    assert predicted == pytest.approx(measured, rel=tolerance)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["base", "midus:hml"])
+def test_activations_count_the_norms_of_heads(name):
+    (subject,) = parse_subjects(name)
+    subject = subject.changed(num_subkeys=8) if subject.memory else subject
+    config = subject.grown_config(tiny_config("qwen3"))
+    measured = kept_for_backward(config, "bf16", batch=2, length=24)
+    predicted = saved_bytes(read_stack(config), 2, 24, "bf16", kernels=False)
+    assert predicted == pytest.approx(measured, rel=0.001)
+
+
+def test_the_fused_norm_keeps_its_input_once():
+    # Plain: input in float32 and normed vector in bfloat16; fused: the input in bfloat16. The
+    # lowest block's plain norm needs no gradient of its input, so it keeps the latter alone.
+    model, tokens = stack("midus:hml"), 2048
+    plain = saved_bytes(model, 1, tokens, "bf16", kernels=False)
+    fused = saved_bytes(model, 1, tokens, "bf16")
+    assert plain - fused == tokens * (15 * 4 * 4096 - 4)
+
+
+def test_training_memory_adds_up():
+    memory = training_memory(stack("llama_pro"), Run())
+    total, trained = stack("llama_pro").params_total, stack("llama_pro").params_trainable
+    assert memory.weights == 2 * total
+    assert memory.gradients == 2 * trained
+    assert memory.optimizer == 4 * trained
+    kept = memory.weights + memory.gradients + memory.optimizer
+    assert memory.total == kept + memory.activations + memory.loss
+    assert memory.peak == "loss"
+    mixed = training_memory(stack("llama_pro"), Run(precision="mixed"))
+    assert mixed.weights == 4 * trained + 2 * (total - trained)
+    assert mixed.gradients + mixed.optimizer == 12 * trained
+
+
+def test_one_pass_needs_no_gradients_of_earlier_ones():
+    one, two = (training_memory(stack("base"), Run(accumulation=n)) for n in (1, 2))
+    assert one.phases["loss"] == two.phases["loss"] - two.gradients
+
+
+@pytest.mark.parametrize("name", ["base", "opt_deus", "midus:hml"])
+def test_more_tokens_take_more_and_checkpointing_takes_less(name):
+    model, run = stack(name), Run()
+    plain = predict_training(model, H200, run)
+    for larger in (replace(run, micro_batch=2), replace(run, sequence=4096)):
+        other = predict_training(model, H200, larger)
+        assert other.memory.total > plain.memory.total
+        assert other.seconds > plain.seconds
+    recomputed = predict_training(model, H200, replace(run, checkpointing=True))
+    assert recomputed.memory.activations < plain.memory.activations
+    assert recomputed.seconds > plain.seconds
+
+
+def test_top_heavy_takes_less_than_distributed():
+    top, spread = (
+        predict_training(stack(name), H200, Run()) for name in ("midus:hml@top_heavy", "midus:hml")
+    )
+    assert top.memory.activations < spread.memory.activations
+    assert top.seconds < spread.seconds
+
+
+@pytest.mark.parametrize("count", [2, 8, 64])
+def test_shards_add_up_to_the_whole(count):
+    whole = training_memory(stack("llama_pro"), Run())
+    part = sharded_memory(stack("llama_pro"), Run(gpus=count))
+    for name in ("weights", "gradients", "optimizer"):
+        assert count * getattr(part, name) == pytest.approx(getattr(whole, name))
+    assert part.activations == whole.activations
+    assert part.gathered > 0
+
+
+def test_traffic_is_the_count_by_hand():
+    model = stack("midus:hml@top_heavy")
+    moved = traffic(model, Run(gpus=16))
+    upper = 16 * model.base.params + 16 * model.inserted.params
+    total = 2 * (model.params_total + upper + model.params_trainable)
+    assert moved.gathered == 2 * model.params_total
+    assert moved.scattered == 2 * model.params_trainable
+    assert moved.link == pytest.approx(total * 15 / 16)
+    assert moved.network == pytest.approx(total / 2 / 8)
+    assert moved.seconds(H200) == max(moved.link / 450e9, moved.network / 50e9)
+    assert traffic(model, Run(gpus=8)).network == 0
+
+
+def test_slow_links_bound_the_step():
+    slow = replace(H200, link_gbs=1)
+    training = predict_training(stack("base"), slow, Run(gpus=8))
+    assert training.bound == "communication"
+    assert training.seconds > training.communication_seconds
+
+
+def test_answers_name_the_gpus_it_takes():
+    h100 = find_gpu("h100")
+    predictions = [predict(name, stack(name), h100, Run()) for name in ("midus:hml", "base")]
+    ours, base = (fit_sentence(prediction, h100, Run()) for prediction in predictions)
+    assert ours.startswith("midus:hml fits on one H100 (")
+    assert ours.endswith(" of 80 GB)")
+    assert base.startswith("base needs 2 (")
+    assert gpus_needed(stack("base"), h100, Run()) == 2
+    long = Run(sequence=10**6)
+    nowhere = predict("base", stack("base"), find_gpu("rtx4090"), long)
+    assert nowhere.gpus_needed is None
+    assert "does not fit on any number" in fit_sentence(nowhere, find_gpu("rtx4090"), long)
+
+
+@pytest.mark.parametrize("name", ["base", "midus:hml"])
+def test_the_largest_micro_batch_is_the_last_that_fits(name):
+    largest = largest_micro_batch(stack(name), H200, Run())
+    assert largest >= 1
+    assert fits(training_memory(stack(name), Run(micro_batch=largest)), H200)
+    assert not fits(training_memory(stack(name), Run(micro_batch=largest + 1)), H200)
+    assert largest_micro_batch(stack("base"), find_gpu("rtx4090"), Run()) == 0
+
+
+def test_serving_memory_is_the_count_by_hand():
+    serving = predict_serving(stack("midus:hml"), H200, SHARES, context=8192, batch=2)
+    assert serving.value_caches == 16 * 32 * 4096 * 128 * 2
+    assert serving.kv_cache == 2 * 8 * 128 * 48 * 8192 * 2 * 2
+    assert serving.weights == 2 * stack("midus:hml").params_total
+    assert serving.decode_bound == "bytes"
+    assert serving.fits
+    assert not predict_serving(stack("base"), find_gpu("rtx4090"), SHARES, 131_072, 1).fits
+
+
+def test_a_large_batch_is_bound_by_products():
+    assert predict_serving(stack("base"), H200, SHARES, 1, 4096).decode_bound == "products"
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_faster_gpu_is_faster(name):
+    gpu = GPUS[name]
+    twice = replace(gpu, bandwidth_gbs=2 * gpu.bandwidth_gbs, bf16_tflops=2 * gpu.bf16_tflops)
+    slow, fast = (predict_training(stack("base"), g, Run()).seconds for g in (gpu, twice))
+    assert fast == pytest.approx(slow / 2)
+
+
+def test_an_unknown_gpu_is_refused_with_the_nearest():
+    with pytest.raises(MidusError, match="gpu='h20O' is unknown; did you mean h200"):
+        find_gpu("h20O")
+
+
+@pytest.mark.parametrize("values", [{"sequence": 0}, {"micro_batch": -1}, {"precision": "fp8"}])
+def test_a_run_that_cannot_be_is_refused(values):
+    with pytest.raises(MidusError, match=next(iter(values))):
+        Run(**values)
+
+
+def measured_result(shape, off):
+    """A result whose every value is off by a known factor."""
+    protocol = {"sequence": 128, "micro_batch": 1, "accumulation": 2, "dtype": "bfloat16"}
+    rows = []
+    for method, memory, placement in (
+        ("base", None, None),
+        ("midus", "hml", "distributed"),
+        ("midus", "hml", "top_heavy"),
+    ):
+        row = {"method": method, "memory": memory, "placement": placement}
+        row["label"] = f"{method} {placement}"
+        predicted = predict_row(stack_of(row, shape), protocol, [64], H200, SHARES)
+        row |= {k: v / off for k, v in predicted.items() if k != "prefill_ms"}
+        row["prefill_ms"] = {"64": predicted["prefill_ms"]["64"] / off}
+        row["infer_gb"] = None  # ran out of memory
+        rows.append(row)
+    return {"protocol": protocol, "rows": rows}
+
+
+def test_comparison_finds_the_error_and_leaves_fitted_times_out():
+    rows = list(compare_rows(measured_result("tiny", 1.25), "tiny", H200, SHARES))
+    assert [row["error_percent"] for row in rows] == pytest.approx([25.0] * len(rows))
+    assert "infer_gb" not in {row["column"] for row in rows}
+    assert not any(row["is_fitted"] for row in rows)
+    summary = summarize_errors(rows)
+    assert summary["train_gb"] == {
+        "values": 3,
+        "mean": pytest.approx(25),
+        "worst": pytest.approx(25),
+    }
+    fitted = [{**row, "is_fitted": row["label"].startswith("base")} for row in rows]
+    assert summarize_errors(fitted)["train_s_per_iter"]["values"] == 2
+
+
+def test_without_a_comparison_nothing_is_claimed(tmp_path):
+    assert read_errors(tmp_path / "plan_error.json") is None
+    (said,) = error_sentences(H200, None)
+    assert "have not been compared" in said
+    found = {"rows": 9, "columns": {"train_gb": {"values": 9, "mean": 2.0, "worst": 4.5}}}
+    said, other = error_sentences(find_gpu("h100"), found)
+    assert "training memory 2.0 % (worst 4.5)" in said
+    assert "nothing was measured on it" in other

@@ -1,0 +1,124 @@
+"""`method[:memory][@placement]`, sweeps over it, and the numbers users write beside it."""
+
+import pytest
+
+from midus import MidusError
+from midus.efficiency.paper import PAPER, paper_row
+from midus.efficiency.protocol import make_protocol, parse_numbers, parse_skip
+from midus.efficiency.subjects import PAPER_METHODS, Subject, parse_subjects
+from midus.efficiency.sweeps import default_methods, default_values, sweep_points
+
+CPU = make_protocol("cpu")
+HML = Subject(method="midus", memory="hml")
+
+
+def test_a_subject_is_read_from_its_parts():
+    base, copies, memory = parse_subjects("base,opt_deus,midus:pkm@top_heavy")
+    assert base.names() == {"method": "base", "memory": None, "placement": None, "label": "Base"}
+    assert (copies.method, copies.resolved_placement) == ("opt_deus", "top_heavy")
+    assert (memory.memory, memory.placement) == ("pkm", "top_heavy")
+    assert memory.label == "MIDUS PKM (top-heavy)"
+
+
+def test_memory_defaults_to_hml_and_placement_to_the_methods():
+    (subject,) = parse_subjects("midus")
+    assert subject == HML
+    assert subject.resolved_placement == "distributed"
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "methods=''"),
+        ("base,", "methods=''"),
+        ("nothing", "method='nothing' is unknown"),
+        ("midus:", "methods='midus:'"),
+        ("midus@", "methods='midus@'"),
+        ("llama_pro:hml", "which has none"),
+        ("base,base", "names Base twice"),
+    ],
+)
+def test_wrong_methods_are_refused(text, part):
+    with pytest.raises(MidusError, match=part):
+        parse_subjects(text)
+
+
+def test_numbers_and_phases_are_checked():
+    assert parse_numbers("prompts", "1,128") == [1, 128]
+    for text in ("a", "0", "", "1,,2", "-1"):
+        with pytest.raises(MidusError, match="prompts="):
+            parse_numbers("prompts", text)
+    assert parse_skip("train,decode") == (
+        "train", "decode_eager", "infer_gb", "decode_compiled", "generate_fast",
+    )  # fmt: skip
+    with pytest.raises(MidusError, match="skip='trane'"):
+        parse_skip("trane")
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"repeats": 0}, "repeats=0"),
+        ({"sequence": 1}, "sequence=1"),
+        ({"accumulation": 0}, "accumulation=0"),
+    ],
+)
+def test_a_protocol_that_cannot_be_is_refused(values, part):
+    with pytest.raises(MidusError, match=part):
+        make_protocol("cuda", **values)
+
+
+def test_defaults_on_a_gpu_are_the_papers():
+    protocol = make_protocol("cuda")
+    tokens = protocol.sequence * protocol.micro_batch * protocol.accumulation
+    assert tokens == 16 * 2048
+    assert default_values("batch", protocol) == "16,32,64"
+    assert protocol.longest >= max(protocol.prompts)
+
+
+def test_batch_points_change_the_micro_batch_alone():
+    points = sweep_points(HML, "batch", "2,8", CPU)
+    assert [p.protocol.micro_batch for p in points] == [1, 4]
+    assert {p.protocol.accumulation for p in points} == {2}
+    assert {p.subject for p in points} == {HML}  # one model for all of them
+    assert [p.labels for p in points] == [
+        {"over": "batch", "value": 2},
+        {"over": "batch", "value": 8},
+    ]
+    with pytest.raises(MidusError, match="has 3, which 2 accumulation steps do not divide"):
+        sweep_points(HML, "batch", "2,3", CPU)
+
+
+def test_memory_sizes_change_the_model_and_are_inferred_with_too():
+    points = sweep_points(HML, "top_k", "1,4", CPU)
+    assert [p.subject.top_k for p in points] == [1, 4]
+    assert all(p.protocol.runs_phase("decode_compiled") for p in points)
+    with pytest.raises(MidusError, match="has no memory layer"):
+        sweep_points(Subject(method="llama_pro"), "top_k", "1", CPU)
+
+
+def test_placements_have_the_methods_own_names():
+    names = "top_heavy,distributed,bottom_heavy"
+    copies = sweep_points(Subject(method="llama_pro"), "placement", names, CPU)
+    assert [p.subject.placement for p in copies] == ["top_heavy", "llama_pro", "bottom_heavy"]
+    memory = sweep_points(HML, "placement", names, CPU)
+    assert [p.subject.placement for p in memory] == names.split(",")
+
+
+@pytest.mark.parametrize("function", [default_methods, lambda over: default_values(over, CPU)])
+def test_an_unknown_sweep_is_refused(function):
+    with pytest.raises(MidusError, match="over='depth'"):
+        function("depth")
+
+
+def test_the_papers_table_is_found_by_method_memory_and_placement():
+    rows = [subject.names() for subject in parse_subjects(PAPER_METHODS)]
+    found = [paper_row("llama-3.1-8b", row) for row in rows]
+    assert len(set(found)) == len(PAPER["llama-3.1-8b"]) == 7
+    assert found[-1].train_s_per_iter == 5.05
+    # The ratios the paper's text and our goals are written in.
+    assert found[-1].train_s_per_iter / found[1].train_s_per_iter == pytest.approx(0.73, abs=0.005)
+    (top,) = parse_subjects("midus:hml@top_heavy")
+    assert paper_row("llama-3.1-8b", top.names()) is None
+    assert paper_row("llama-3.2-1b", top.names()).train_gb == 24.1

@@ -1,0 +1,175 @@
+"""One token through a memory block, and rotary embeddings: kernels against plain PyTorch."""
+
+import pytest
+import torch
+import triton_on_cpu  # noqa: F401  # before Triton
+from triton_on_cpu import DEVICE
+
+from midus.ops import (
+    attend_and_read,
+    attend_token,
+    gate_token,
+    gated,
+    linear_token,
+    project_token,
+    rotate_heads,
+)
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+def close(actual, expected, dtype):
+    distance = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert distance < TOLERANCE[dtype], distance
+
+
+def draw(*shape, dtype=torch.float32, scale=1.0):
+    return (torch.randn(shape) * scale).to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("batch", "tables"), [(1, 1), (2, 1), (2, 2)])
+def test_rotation_equals_plain_pytorch_to_the_bit(dtype, batch, tables):
+    torch.manual_seed(0)
+    # Three heads of twelve: neither is a power of two. Views, as projections give them.
+    q = draw(batch, 5, 3 * 12, dtype=dtype).unflatten(-1, (3, 12))
+    k = draw(batch, 5, 24, dtype=dtype)[..., :12].unflatten(-1, (1, 12))
+    cos, sin = draw(tables, 5, 12, dtype=dtype), draw(tables, 5, 12, dtype=dtype)
+    expected = rotate_heads(q, k, cos, sin, backend="reference")
+    for a, b in zip(rotate_heads(q, k, cos, sin, backend="triton"), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_gradient_of_the_rotation_is_the_references():
+    torch.manual_seed(1)
+    q, k = draw(2, 3, 4, 8), draw(2, 3, 2, 8)
+    cos, sin = draw(1, 3, 8), draw(1, 3, 8)
+    # Gradients come transposed, as attention hands them back.
+    grads = [draw(2, h, 3, 8).transpose(1, 2) for h in (4, 2)]
+    found = []
+    for backend in ("triton", "reference"):
+        leaves = [q.clone().requires_grad_(), k.clone().requires_grad_()]
+        out = rotate_heads(*leaves, cos, sin, backend=backend)
+        found.append(torch.autograd.grad(out, leaves, grads))
+    for a, b in zip(*found, strict=True):
+        close(a, b, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("slot", [None, 3])
+def test_projection_fills_one_slot_and_gives_the_queries(dtype, has_bias, slot):
+    torch.manual_seed(2)
+    hidden_size, width, heads, kv_heads = 20, 12, 3, 2
+    hidden, norm = draw(hidden_size, dtype=dtype), draw(hidden_size, dtype=dtype)
+    sizes = [heads * width, kv_heads * width, kv_heads * width]
+    weights = tuple(draw(size, hidden_size, dtype=dtype, scale=0.2) for size in sizes)
+    biases = tuple(draw(size, dtype=dtype) if has_bias else None for size in sizes)
+    cos, sin = draw(width, dtype=dtype), draw(width, dtype=dtype)
+    length = 1 if slot is None else 7
+    position = None if slot is None else torch.tensor(slot, device=DEVICE)
+    results = []
+    for backend in ("triton", "reference"):
+        empty = torch.full((1, kv_heads, length, width), 7.0, dtype=dtype, device=DEVICE)
+        cache = [empty.clone(), empty.clone()]
+        queries = project_token(
+            hidden, norm, 1e-5, weights, biases, cos, sin, *cache, position, backend=backend
+        )
+        results.append((queries, *cache))
+    for a, b in zip(*results, strict=True):
+        close(a, b, dtype)
+    others = [i for i in range(length) if i != (slot or 0)]
+    for cache in results[0][1:]:
+        assert (cache[:, :, others] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("slots", [1, 37, 150])
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_attention_over_the_cache_is_exact_attention(dtype, slots, is_tensor):
+    torch.manual_seed(3)
+    batch, heads, kv_heads, width = 2, 6, 2, 12
+    q = draw(batch, heads, width, dtype=dtype)
+    k, v = (draw(batch, kv_heads, slots, width, dtype=dtype) for _ in range(2))
+    used = max(1, slots - 20)
+    mask = torch.ones(batch, slots, dtype=torch.bool, device=DEVICE)
+    mask[1, : used // 2] = False
+    length = torch.tensor(used - 1, device=DEVICE) if is_tensor else used
+    for seen in (None, mask):
+        found = attend_token(q, k, v, length, seen, width**-0.5, backend="triton")
+        bias = torch.zeros(batch, 1, 1, slots, dtype=torch.float64, device=DEVICE)
+        bias[..., used:] = -torch.inf
+        if seen is not None:
+            bias = bias.masked_fill(~seen[:, None, None], -torch.inf)
+        exact = torch.nn.functional.scaled_dot_product_attention(
+            q.double().unsqueeze(2), *(t.double().repeat_interleave(3, 1) for t in (k, v)), bias
+        )
+        close(found, exact.squeeze(2), dtype)
+        plain = attend_token(q, k, v, length, seen, width**-0.5, backend="reference")
+        close(plain, exact.squeeze(2), dtype)
+
+
+def test_a_sequence_that_sees_nothing_attends_to_nothing():
+    q, k, v = draw(1, 2, 8), draw(1, 1, 40, 8), draw(1, 1, 40, 8)
+    mask = torch.zeros(1, 40, dtype=torch.bool, device=DEVICE)
+    for backend in ("triton", "reference"):
+        assert not attend_token(q, k, v, 40, mask, 1.0, backend=backend).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("search", ["two_stage", "cartesian"])
+def test_attention_and_memory_add_the_references_correction(dtype, search):
+    torch.manual_seed(4)
+    batch, heads, kv_heads, width, n, out_width = 2, 6, 2, 12, 6, 10
+    q = draw(batch, heads, width, dtype=dtype, scale=3.0)
+    k, v = (draw(batch, kv_heads, 70, width, dtype=dtype) for _ in range(2))
+    hidden = draw(batch, heads * out_width, dtype=dtype)
+    rows, cols = (draw(heads, n, width // 2, dtype=dtype, scale=4.0) for _ in range(2))
+    table = draw(heads, n * n, out_width, dtype=dtype)
+    results = []
+    for backend in ("triton", "reference"):
+        length = torch.tensor(60, device=DEVICE)
+        results.append(
+            attend_and_read(
+                q, k, v, length, None, 0.3, hidden, rows, cols, table, 3, backend, search
+            )
+        )
+        assert length == 61
+    close(results[0] - hidden, results[1] - hidden, dtype)
+    by_number = attend_and_read(
+        q, k, v, 61, None, 0.3, hidden, rows, cols, table, 3, "triton", search
+    )
+    assert torch.equal(by_number, results[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_one_token_are_those_of_pytorch(dtype):
+    torch.manual_seed(5)
+    hidden, norm = draw(1, 1, 20, dtype=dtype), draw(20, dtype=dtype)
+    gate, up = draw(30, 20, dtype=dtype), draw(30, 20, dtype=dtype)
+    found = gate_token(hidden, norm, 1e-5, gate, up, backend="triton")
+    close(found, gate_token(hidden, norm, 1e-5, gate, up, backend="reference"), dtype)
+    # Longer than one block of columns.
+    inputs, weight = draw(1, 1, 1500, dtype=dtype), draw(20, 1500, dtype=dtype)
+    found = linear_token(inputs, weight, hidden, backend="triton")
+    exact = hidden.double() + inputs.double() @ weight.double().T
+    assert found.shape == hidden.shape
+    close(found, exact, dtype)
+    close(linear_token(inputs, weight, hidden, backend="reference"), exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gate_and_its_gradients_are_those_of_pytorch(dtype):
+    torch.manual_seed(6)
+    gate, up, grad = (draw(3, 7, 11, dtype=dtype, scale=3.0) for _ in range(3))
+    exact = [t.double().requires_grad_() for t in (gate, up)]
+    expected = torch.nn.functional.silu(exact[0]) * exact[1]
+    wanted = torch.autograd.grad(expected, exact, grad.double())
+    for backend in ("triton", "reference"):
+        leaves = [t.clone().requires_grad_() for t in (gate, up)]
+        out = gated(*leaves, backend=backend)
+        close(out, expected, dtype)
+        for a, b in zip(torch.autograd.grad(out, leaves, grad), wanted, strict=True):
+            close(a, b, dtype)
+    if dtype == torch.bfloat16:  # both round the gate before it meets the other
+        assert torch.equal(gated(gate, up, backend="triton"), gated(gate, up, backend="reference"))
