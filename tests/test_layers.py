@@ -22,7 +22,7 @@ ARROWS = {
     "evaluation": {"data", "models", *LEAVES},
     "analysis": {"data", "models", "memory", *LEAVES},
     "report": {"upscaling", "models", *LEAVES},
-    "training": {"data", "upscaling", "models", "memory", *LEAVES},
+    "training": {"data", "upscaling", "models", "memory", "ops", *LEAVES},
     "efficiency": {"training", "upscaling", "models", "memory", "ops", *LEAVES},
     "cli": {
         "data",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from midus.errors import MidusError
+from midus.ops.cross_entropy import reference as _cross_entropy
 from midus.ops.gated import reference as _gated
 from midus.ops.headwise_memory import library as _headwise_memory_library
 from midus.ops.headwise_memory import reference as _headwise_memory
@@ -373,6 +374,27 @@ def gated(gate: Tensor, up: Tensor, backend: Backend = "auto") -> Tensor:
     return kernels.gated_forward(gate, up)
 
 
+def cross_entropy_(
+    logits: Tensor, targets: Tensor, ignored: int, backend: Backend = "auto"
+) -> Tensor:
+    """The summed cross-entropy of rows of logits, which become its gradient.
+
+    Args:
+        logits: ``[T, vocabulary]``, rows contiguous; overwritten.
+        targets: ``[T]``.
+        ignored: The target of rows that do not count.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        The sum, in float32 or wider.
+    """
+    if not _use_triton(backend, logits):
+        return _cross_entropy.cross_entropy_(logits, targets, ignored)
+    from midus.ops.cross_entropy import kernels
+
+    return kernels.cross_entropy_(logits, targets, ignored)
+
+
 def attend_and_read(
     queries: Tensor,
     keys: Tensor,
@@ -522,6 +544,7 @@ def _one_type(latent_values: Tensor, value_proj: Tensor) -> tuple[Tensor, Tensor
 __all__ = [
     "attend_and_read",
     "attend_token",
+    "cross_entropy_",
     "gate_token",
     "gated",
     "headwise_memory",

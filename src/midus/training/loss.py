@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from midus.ops import cross_entropy_
+
 IGNORED = -100
 
 
@@ -52,19 +54,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         for start in range(0, len(hidden), chunk):
             rows, wanted = hidden[start : start + chunk], targets[start : start + chunk]
-            logits = F.linear(rows, weight).to(wide)  # [chunk, vocabulary]
-            if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
-            loss += F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum")
+            logits = F.linear(rows, weight)  # [chunk, vocabulary]
             if not (needs_hidden or needs_weight):
+                capped = _cap(logits.to(wide), softcap)
+                loss += F.cross_entropy(capped, wanted, ignore_index=IGNORED, reduction="sum")
                 continue
-            kept = wanted != IGNORED
-            grad = logits.softmax(-1)
-            grad.scatter_add_(1, wanted.clamp_min(0)[:, None], -torch.ones_like(grad[:, :1]))
-            grad *= kept[:, None]
-            if softcap is not None:
-                grad *= 1 - (logits / softcap).square()
-            grad = grad.to(rows.dtype)
+            if softcap is None:
+                loss += cross_entropy_(logits, wanted, IGNORED)
+                grad = logits
+            else:
+                grad = _cap(logits.to(wide), softcap)
+                slope = 1 - (grad / softcap).square()
+                loss += cross_entropy_(grad, wanted, IGNORED)
+                grad = grad.mul_(slope).to(rows.dtype)
             if grad_hidden is not None:
                 grad_hidden[start : start + chunk] = grad @ weight.to(grad.dtype)
             if grad_weight is not None:
@@ -80,6 +82,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors
         ]
         return *grads, None, None, None
+
+
+def _cap(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def use_chunked_loss(model: Any, chunk: int) -> None:

@@ -11,6 +11,8 @@ Shape letters: B sequences, D hidden, H heads, V key-value heads, E head width, 
 S parts, n sub-keys, K top_k, O head output.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -22,13 +24,31 @@ from midus.ops.launch import launch
 from midus.ops.product_key_topk.kernels import cartesian_topk, search_blocks, two_stage_topk
 from midus.ops.rotary.kernels import rotate_pairs
 
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # Triton before 3.4: never called, see `_early`
+    gdc_launch_dependents = gdc_wait = None
+
 # Programs that attention is cut into, about two for each multiprocessor of a large GPU.
 _PROGRAMS = 256
+EARLY = True
 _BLOCK_L = 32
 # Rows and columns of a weight that one program has in flight.
-PROJECT_BLOCKS = {"BLOCK_P": 4, "BLOCK_D": 512, "num_warps": 4}
-GATE_BLOCKS = {"BLOCK_P": 4, "BLOCK_D": 512, "num_warps": 4}
-LINEAR_BLOCKS = {"BLOCK_P": 4, "BLOCK_D": 1024, "num_warps": 4}
+PROJECT_BLOCKS = {"BLOCK_P": 8, "BLOCK_D": 512, "num_warps": 4}
+GATE_BLOCKS = {"BLOCK_P": 1, "BLOCK_D": 2048, "num_warps": 8}
+LINEAR_BLOCKS = {"BLOCK_P": 1, "BLOCK_D": 1024, "num_warps": 8}
+READ_BLOCKS = {"num_warps": 4}
+
+
+@triton.jit
+def _begin(EARLY: tl.constexpr):
+    """Ends what may run before the kernel before this one has ended: reading weights.
+
+    From here on its results are there, and the kernel after this one may begin likewise.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -38,7 +58,7 @@ def _project_kernel(
     stride_key, stride_key_head, stride_value, stride_value_head,
     hidden_size: tl.constexpr, num_heads: tl.constexpr, num_kv_heads: tl.constexpr,
     half: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITION: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some pairs ``(i, i + E/2)`` of one head's output."""
     head = tl.program_id(1)
@@ -53,16 +73,21 @@ def _project_kernel(
     first = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
     second = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
     squares = tl.zeros([BLOCK_D], tl.float32)
+    tile = real & (d < hidden_size)[None, :]
+    w_first = tl.load(rows, mask=tile, other=0.0)
+    w_second = tl.load(rows + half * hidden_size, mask=tile, other=0.0)
+    _begin(EARLY)
     for start in range(0, hidden_size, BLOCK_D):
         here = start + d < hidden_size
-        tile = real & here[None, :]
-        w_first = tl.load(rows + start, mask=tile, other=0.0)
-        w_second = tl.load(rows + half * hidden_size + start, mask=tile, other=0.0)
         x = tl.load(hidden + start + d, mask=here, other=0.0).to(tl.float32)
         scaled = x * tl.load(norm_weight + start + d, mask=here, other=0.0).to(tl.float32)
         squares += x * x
         first += w_first.to(tl.float32) * scaled[None, :]
         second += w_second.to(tl.float32) * scaled[None, :]
+        after = start + BLOCK_D
+        tile = real & (after + d < hidden_size)[None, :]
+        w_first = tl.load(rows + after, mask=tile, other=0.0)
+        w_second = tl.load(rows + half * hidden_size + after, mask=tile, other=0.0)
     # The norm is one factor for the whole token: it can wait until the sums are there.
     factor = tl.rsqrt(tl.sum(squares) / hidden_size + eps)
     y_first, y_second = tl.sum(first, axis=1) * factor, tl.sum(second, axis=1) * factor
@@ -98,6 +123,7 @@ def _project_kernel(
 def _gate_kernel(
     hidden, norm_weight, gate_weight, up_weight, out, eps,
     hidden_size: tl.constexpr, width: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """``silu(W_gate norm(x)) * W_up norm(x)``, some rows of it."""
     row = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -106,16 +132,22 @@ def _gate_kernel(
     gate = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
     up = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
     squares = tl.zeros([BLOCK_D], tl.float32)
+    real = (row < width)[:, None]
+    tile = real & (d < hidden_size)[None, :]
+    w_gate = tl.load(gate_weight + where, mask=tile, other=0.0)
+    w_up = tl.load(up_weight + where, mask=tile, other=0.0)
+    _begin(EARLY)
     for start in range(0, hidden_size, BLOCK_D):
         here = start + d < hidden_size
-        tile = (row < width)[:, None] & here[None, :]
-        w_gate = tl.load(gate_weight + where + start, mask=tile, other=0.0)
-        w_up = tl.load(up_weight + where + start, mask=tile, other=0.0)
         x = tl.load(hidden + start + d, mask=here, other=0.0).to(tl.float32)
         scaled = x * tl.load(norm_weight + start + d, mask=here, other=0.0).to(tl.float32)
         squares += x * x
         gate += w_gate.to(tl.float32) * scaled[None, :]
         up += w_up.to(tl.float32) * scaled[None, :]
+        after = start + BLOCK_D
+        tile = real & (after + d < hidden_size)[None, :]
+        w_gate = tl.load(gate_weight + where + after, mask=tile, other=0.0)
+        w_up = tl.load(up_weight + where + after, mask=tile, other=0.0)
     factor = tl.rsqrt(tl.sum(squares) / hidden_size + eps)
     dtype = out.dtype.element_ty
     opened = (tl.sum(gate, axis=1) * factor).to(dtype).to(tl.float32)
@@ -128,18 +160,22 @@ def _gate_kernel(
 def _linear_kernel(
     inputs, weight, residual, out,
     in_size: tl.constexpr, out_size: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """``residual + W x``, some rows of it."""
     row = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     d = tl.arange(0, BLOCK_D)
     where = row[:, None].to(tl.int64) * in_size + d[None, :]
     total = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
+    real = (row < out_size)[:, None]
+    w = tl.load(weight + where, mask=real & (d < in_size)[None, :], other=0.0)
+    _begin(EARLY)
     for start in range(0, in_size, BLOCK_D):
-        here = start + d < in_size
-        tile = (row < out_size)[:, None] & here[None, :]
-        w = tl.load(weight + where + start, mask=tile, other=0.0)
-        x = tl.load(inputs + start + d, mask=here, other=0.0).to(tl.float32)
+        x = tl.load(inputs + start + d, mask=start + d < in_size, other=0.0).to(tl.float32)
         total += w.to(tl.float32) * x[None, :]
+        after = start + BLOCK_D
+        tile = real & (after + d < in_size)[None, :]
+        w = tl.load(weight + where + after, mask=tile, other=0.0)
     mask = row < out_size
     dtype = out.dtype.element_ty
     stream = tl.load(residual + row, mask=mask, other=0.0).to(tl.float32)
@@ -153,12 +189,13 @@ def _attend_kernel(
     stride_value_batch, stride_value_head, stride_value_slot, stride_mask,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, width: tl.constexpr,
     NUM_PARTS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_POSITION: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_L: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part of the cache for the heads that share a key-value head."""
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     kv_head = tl.program_id(0) % num_kv_heads
     part = tl.program_id(1)
+    _begin(EARLY)
     if HAS_POSITION:
         length = (tl.load(position) + 1).to(tl.int32)  # this token is there already
     size = tl.cdiv(tl.cdiv(length, NUM_PARTS), BLOCK_L) * BLOCK_L
@@ -232,11 +269,12 @@ def _attended(
 @triton.jit
 def _combine_kernel(
     sums, largest, totals, out, position, width: tl.constexpr, COUNT: tl.constexpr,
-    NUM_PARTS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr,
+    NUM_PARTS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attention output of one head."""
     line = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
+    _begin(EARLY)
     weights = _part_weights(largest, totals, line, NUM_PARTS, BLOCK_S)
     result = _attended(sums, weights, line, e, width, NUM_PARTS, BLOCK_S)
     tl.store(out + line * width + e, result.to(out.dtype.element_ty), mask=e < width)
@@ -274,13 +312,14 @@ def _read_kernel(
     head_width: tl.constexpr, NUM_PARTS: tl.constexpr, CARTESIAN: tl.constexpr,
     HAS_POSITION: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_O: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
-    UNROLL: tl.constexpr,
+    UNROLL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: ``out = hidden + sum_k weights_k * value_cache[h, slot_k]``."""
     batch, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     line = batch * num_heads + head
     dtype: tl.constexpr = hidden.dtype.element_ty
     width: tl.constexpr = 2 * subkey_dim
+    _begin(EARLY)
     parts = _part_weights(largest, totals, line, NUM_PARTS, BLOCK_S)
     own = head * num_subkeys * subkey_dim
     row_scores = _half_scores(
@@ -355,6 +394,7 @@ def project_token(
             "HAS_BIAS": biases[0] is not None,
             "HAS_POSITION": position is not None,
             **_fitted(PROJECT_BLOCKS, hidden_size),
+            **_early(hidden),
         },
     )
     return queries
@@ -370,7 +410,12 @@ def gate_token(
         _gate_kernel,
         (ceil_div(width, GATE_BLOCKS["BLOCK_P"]),),
         (hidden, norm_weight, gate_weight, up_weight, out, eps),
-        {"hidden_size": hidden_size, "width": width, **_fitted(GATE_BLOCKS, hidden_size)},
+        {
+            "hidden_size": hidden_size,
+            "width": width,
+            **_fitted(GATE_BLOCKS, hidden_size),
+            **_early(hidden),
+        },
     )
     return out
 
@@ -383,9 +428,25 @@ def linear_token(inputs: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
         _linear_kernel,
         (ceil_div(out_size, LINEAR_BLOCKS["BLOCK_P"]),),
         (inputs, weight, residual, out),
-        {"in_size": in_size, "out_size": out_size, **_fitted(LINEAR_BLOCKS, in_size)},
+        {
+            "in_size": in_size,
+            "out_size": out_size,
+            **_fitted(LINEAR_BLOCKS, in_size),
+            **_early(inputs),
+        },
     )
     return out
+
+
+def _early(like: Tensor) -> dict[str, bool]:
+    """Whether a kernel may begin before the one before it has ended, from Hopper on."""
+    is_early = EARLY and like.is_cuda and _can_begin_early(like.device)
+    return {"EARLY": True, "launch_pdl": True} if is_early else {"EARLY": False}
+
+
+@functools.cache
+def _can_begin_early(device: torch.device) -> bool:
+    return gdc_wait is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _fitted(blocks: dict[str, int], size: int) -> dict[str, int]:
@@ -452,6 +513,7 @@ def attend(
             "BLOCK_G": power_of_two(num_heads // num_kv_heads, 16),
             "BLOCK_E": power_of_two(width, 16),
             "BLOCK_L": _BLOCK_L,
+            **_early(queries),
         },
     )
     return held
@@ -483,7 +545,13 @@ def attend_token(
         _combine_kernel,
         (batch * num_heads,),
         (held.sums, held.largest, held.totals, out, length if count else out),
-        {"width": width, "COUNT": count, **held.blocks(), "BLOCK_E": power_of_two(width)},
+        {
+            "width": width,
+            "COUNT": count,
+            "BLOCK_E": power_of_two(width),
+            **held.blocks(),
+            **_early(queries),
+        },
     )
     return out
 
@@ -532,6 +600,8 @@ def attend_and_read(
             "BLOCK_O": min(power_of_two(head_width, 16), 128),
             **held.blocks(),
             **search_blocks(num_subkeys, subkey_dim, top_k),
+            **READ_BLOCKS,
+            **_early(hidden),
         },
     )
     return out
