@@ -257,6 +257,9 @@ def test_bad_text(midus, base, tmp_path):
 
 def test_bad_generation(midus, base):
     assert_refused(midus("generate", base, "--prompt", ""), "prompt is empty")
+    compare = ("generate", base, "--prompt", "w5", "--compare")
+    assert_refused(midus(*compare), "give --fast")
+    assert_refused(midus(*compare, "--fast", "--temperature", "1"), "no temperature")
     assert_refused(midus("generate", base, "--prompt", "w5", "--chat"), "no chat template")
     for device in ("gpu", "meta", "cuda:99"):
         result = midus("generate", base, "--prompt", "w5", "--device", device)

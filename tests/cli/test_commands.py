@@ -216,3 +216,7 @@ def test_verify_merge_and_generate(midus, base, tmp_path):
     assert texts[0].code == 0
     assert texts[0].out.startswith("w5 w6")
     assert texts[0].out == texts[1].out == midus("generate", base, *options).out
+    with pytest.warns(UserWarning, match="without CUDA graphs: the model is on cpu"):
+        fast = midus("generate", tmp_path / "delta", *options, "--fast", "--compare")
+    assert fast.out == texts[0].out
+    assert "the same tokens" in fast.err

@@ -94,7 +94,7 @@ def test_cublas_running_out_of_memory_counts_as_such():
 def test_an_iteration_trains_what_the_method_trains_and_nothing_else():
     model = tiny()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    training_step.prepare_training(model)
+    training_step.prepare_training(model, fused_blocks=True)
     measured = training_step.measure_training(
         model, CPU, sequence=8, micro_batch=3, accumulation=2, repeats=1, warmup=1
     )
@@ -114,7 +114,7 @@ def test_gradients_of_an_iteration_are_those_of_the_mean_loss_clipped(monkeypatc
     tokens = torch.randint(256, (2, 3, 8))
     monkeypatch.setattr(torch, "randint", lambda *a, **k: tokens)
     model, plain = tiny(), tiny()
-    training_step.prepare_training(model)
+    training_step.prepare_training(model, fused_blocks=True)
     training_step.measure_training(
         model, CPU, sequence=8, micro_batch=3, accumulation=2, repeats=1, warmup=0
     )

@@ -49,7 +49,8 @@ def test_numbers_and_phases_are_checked():
         with pytest.raises(MidusError, match="prompts="):
             parse_numbers("prompts", text)
     assert parse_skip("train,decode") == (
-        "train", "decode_eager", "infer_gb", "decode_compiled", "generate_fast",
+        "train", "decode_eager", "decode_hf_compiled", "infer_gb", "decode_compiled",
+        "generate_fast",
     )  # fmt: skip
     with pytest.raises(MidusError, match="skip='trane'"):
         parse_skip("trane")

@@ -71,6 +71,7 @@ def test_overrides_reach_everywhere_and_numbers_are_numbers(file):
         ("seed=-1", "seed=-1 must be a whole number"),
         ("seed=abc", "seed='abc' must be a whole number"),
         ("keep_best=maybe", "keep_best='maybe' must be true or false"),
+        ("fused_blocks=maybe", "fused_blocks='maybe' must be true or false"),
         ("early_stopping_patience=true", "early_stopping_patience=True must be"),
         ("attention=3", "attention=3 must be a name"),
         ("trainer.adam_beta2=0.5", "use optimizer.adam_beta2"),

@@ -23,6 +23,10 @@ _MicroBatch = Annotated[int, typer.Option(help="Sequences of one pass.")]
 _Accumulation = Annotated[
     int | None, typer.Option(help="Passes of one iteration; default: 16, on a CPU 2.")
 ]
+_FusedBlocks = Annotated[
+    bool,
+    typer.Option("--fused-blocks/--plain-blocks", help="Train base blocks with our kernels."),
+]
 _Json = Annotated[
     Path | None, typer.Option("--json", help="Result file; default: under bench/. PNG beside it.")
 ]
@@ -37,6 +41,10 @@ def efficiency(
     skip: Annotated[
         str, typer.Option(help="Phases to leave out, with commas: train, decode, prefill, ...")
     ] = "",
+    hf_compiled: Annotated[
+        str, typer.Option(help="Methods to decode by transformers' own compiled step too; slow.")
+    ] = "",
+    fused_blocks: _FusedBlocks = True,
     sequence: _Sequence = None,
     micro_batch: _MicroBatch = 1,
     accumulation: _Accumulation = None,
@@ -51,7 +59,7 @@ def efficiency(
     from midus.efficiency.plots import plot_efficiency
     from midus.efficiency.protocol import make_protocol, parse_skip
     from midus.efficiency.rows import Point
-    from midus.efficiency.subjects import PAPER_METHODS
+    from midus.efficiency.subjects import PAPER_METHODS, parse_subjects
 
     protocol = make_protocol(
         run.device,
@@ -61,11 +69,15 @@ def efficiency(
         micro_batch=micro_batch,
         accumulation=accumulation,
         prompts=_lengths(prompts),
+        fused_blocks=fused_blocks,
         skip=parse_skip(skip),
     )
+    compiled = parse_subjects(hf_compiled) if hf_compiled else []
     run.measure(
         methods or PAPER_METHODS,
-        lambda subject: (Point(subject=subject, protocol=protocol, labels={}),),
+        lambda subject: (
+            Point(subject=subject, protocol=protocol, labels={}, hf_compiled=subject in compiled),
+        ),
         protocol,
         json_path,
     )

@@ -46,6 +46,8 @@ def print_efficiency(rows: list[Row], paper_target: str | None) -> None:
     _print("training, median of an iteration", columns, marked, training)
     prompts = list(dict.fromkeys(key for row in rows for key in row["prefill_ms"]))
     columns = ["method", "GB (x base)", "eager tok/s", "compiled tok/s", "generate_fast tok/s"]
+    has_other = any(row.get("decode_hf_compiled_tok_s") for row in rows)
+    columns += ["HF compiled tok/s"] if has_other else []
     columns += [f"prefill {int(prompt):,} ms" for prompt in prompts] + ["KV bytes/token"]
     decoding = [
         [
@@ -54,6 +56,7 @@ def print_efficiency(rows: list[Row], paper_target: str | None) -> None:
             cell(row, "decode_eager_tok_s", 1),
             cell(row, "decode_compiled_tok_s", 1),
             cell(row, "generate_fast_tok_s", 1),
+            *([cell(row, "decode_hf_compiled_tok_s", 1)] if has_other else []),
             *(cell(row, "prefill_ms", 2, prompt) for prompt in prompts),
             with_ratio(row["kv_cache_bytes_per_token"], None, 0),
             *printed(row, "infer_gb", "decode_tok_s"),

@@ -1,6 +1,7 @@
 """`midus generate`: a prompt in, text streamed out."""
 
-from typing import Annotated
+import functools
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +20,13 @@ def generate(
         float, typer.Option(help="0 takes the likeliest token; more is more random.", min=0.0)
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0, max=2**32 - 1)] = 0,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Decode by CUDA graphs and fused kernels.")
+    ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="With --fast: say where plain greedy decoding differs."),
+    ] = False,
     base: Annotated[
         str | None, typer.Option(help="Where a delta's base is, if not where it says.")
     ] = None,
@@ -30,10 +38,15 @@ def generate(
     from transformers import TextStreamer
 
     from midus.cli import console
+    from midus.models.fast import first_difference, generate_fast
     from midus.models.loading import load_model, load_tokenizer
     from midus.models.weights import dtype_named
 
     console.quieten_libraries()
+    if compare and (not fast or temperature > 0):
+        raise MidusError(
+            "--compare is for greedy decoding with --fast; give --fast, no temperature"
+        )
     tokenizer = load_tokenizer(model)
     if chat and tokenizer.chat_template is None:
         raise MidusError(f"{model} has no chat template; leave out --chat")
@@ -53,7 +66,8 @@ def generate(
         model, base=base, dtype=dtype_named(dtype) if dtype else None, device=device
     )
     torch.manual_seed(seed)
-    loaded.generate(
+    run = functools.partial(generate_fast, loaded) if fast else loaded.generate
+    run(
         **inputs.to(loaded.device),
         max_new_tokens=max_new_tokens,
         streamer=TextStreamer(tokenizer, skip_prompt=chat, skip_special_tokens=True),
@@ -61,4 +75,16 @@ def generate(
         temperature=temperature or None,
         top_p=None,
         top_k=None,
+    )
+    if compare:
+        difference = first_difference(loaded, inputs["input_ids"], max_new_tokens)
+        console.err.print(_told(difference))
+
+
+def _told(difference: Any) -> str:
+    if difference is None:
+        return "plain decoding gives the same tokens"
+    return (
+        f"plain decoding differs from new token {difference.token + 1} on, where it prefers its "
+        f"own by {difference.margin:.2g} in log-probability"
     )

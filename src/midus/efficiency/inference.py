@@ -129,3 +129,32 @@ def measure_decoder(
             decoder.step()
 
     return tokens * batch / statistics.median(time_runs(steps, device, repeats))
+
+
+@torch.no_grad()
+def measure_hf_compiled(
+    model: Any, input_ids: Tensor, tokens: int, repeats: int, warmup: int, device: torch.device
+) -> float:
+    """Tokens a second of transformers' own compiled step over its static cache.
+
+    What ``generate(cache_implementation="static")`` runs for each token, without its bookkeeping.
+    """
+    from transformers import CompileConfig, StaticCache
+
+    batch, prompt = input_ids.shape
+    length = prompt + warmup + repeats * tokens + 1
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    compiled = model.get_compiled_call(CompileConfig())
+    ids = input_ids[:, :1].clone()
+
+    def steps(count: int = tokens) -> None:
+        for _ in range(count):
+            torch.compiler.cudagraph_mark_step_begin()
+            out = compiled(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            ids.copy_(out.logits[:, -1:].argmax(-1))
+
+    steps(warmup)
+    rate = tokens * batch / statistics.median(time_runs(steps, device, repeats))
+    torch.compiler.reset()  # frees its graphs
+    return rate

@@ -11,7 +11,7 @@ from midus.errors import MidusError
 
 PHASES = ("prefill", "decode_eager", "infer_gb", "decode_compiled", "generate_fast", "train")
 # `decode` in --skip stands for everything that generates.
-_GENERATING = ("decode_eager", "infer_gb", "decode_compiled", "generate_fast")
+_GENERATING = ("decode_eager", "decode_hf_compiled", "infer_gb", "decode_compiled", "generate_fast")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -44,6 +44,8 @@ class Protocol:
     """Replayed steps before the timed ones."""
     memory_prompt: int = 2048
     """Prompt whose generation's peak memory is infer_gb."""
+    fused_blocks: bool = True
+    """Whether blocks of the base train with our kernels, as `midus train` has it."""
     skip: tuple[str, ...] = ()
     """Phases that do not run."""
 

@@ -69,7 +69,7 @@ class RowPhases:
         self.row["params_total"] = sum(size for size, _ in sizes)
         self.row["params_trainable"] = sum(size for size, trains in sizes if trains)
 
-    def infer(self, model: Any) -> None:
+    def infer(self, model: Any, hf_compiled: bool = False) -> None:
         """The paper's inference columns, and what generation costs compiled."""
         protocol, device = self.protocol, self.device
         tokens, repeats = protocol.decode_tokens, protocol.repeats
@@ -105,8 +105,15 @@ class RowPhases:
                     partial(generate_fast, model), input_ids, tokens, repeats, device
                 )
 
+        def hugging_face() -> float:
+            return inference.measure_hf_compiled(
+                model, input_ids, tokens, repeats, protocol.decode_warmup, device
+            )
+
         self._fill("kv_cache", "kv_cache_bytes_per_token", cache_size)
         self._fill("decode_eager", "decode_eager_tok_s", eager)
+        if hf_compiled:
+            self._fill("decode_hf_compiled", "decode_hf_compiled_tok_s", hugging_face)
         self._fill("infer_gb", "infer_gb", memory)
         self._fill("decode_compiled", "decode_compiled_tok_s", compiled)
         self._fill("generate_fast", "generate_fast_tok_s", fast)

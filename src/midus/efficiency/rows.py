@@ -22,6 +22,8 @@ class Point:
     protocol: Protocol
     labels: dict[str, Any]
     """Columns that tell it from other rows of the subject, such as its batch size."""
+    hf_compiled: bool = False
+    """Whether transformers' own compiled decoding is timed too; compiling takes a minute."""
     decode_batch: int = 0
     """Sequences decoded side by side; 0: the columns of the efficiency table instead."""
 
@@ -50,6 +52,7 @@ def empty_row(point: Point) -> dict[str, Any]:
         "decode_eager_tok_s": None,
         "decode_compiled_tok_s": None,
         "generate_fast_tok_s": None,
+        "decode_hf_compiled_tok_s": None,
         "prefill_ms": {},
         "prefill_spread_ms": {},
         "prefill_gb": {},
@@ -96,9 +99,9 @@ def run_job(job: Job, send: Send) -> None:
             phases.decode(model, point.decode_batch)
             continue
         if point.protocol.infers:
-            phases.infer(model)
+            phases.infer(model, point.hf_compiled)
         if point.protocol.runs_phase("train"):
             if not is_training:
-                prepare_training(model)
+                prepare_training(model, point.protocol.fused_blocks)
                 is_training = True
             phases.train(model)

@@ -47,6 +47,8 @@ def efficiency_table(result: Result) -> str:
     heads = ["", "placement", "params, B: trained / all", "train GB", "train s/iter (x Llama Pro)"]
     heads += ["spread, s", "infer GB", "eager tok/s (x base)", "compiled tok/s (x base)"]
     heads += ["generate_fast tok/s (x base)"]
+    has_other = any(row.get("decode_hf_compiled_tok_s") for row in rows)
+    heads += ["transformers' compiled tok/s"] if has_other else []
     heads += [f"prefill {int(prompt):,}, ms (x base)" for prompt in prompts]
     has_paper = target in PAPER
     if has_paper:
@@ -64,6 +66,7 @@ def efficiency_table(result: Result) -> str:
             _cell(row, "decode_eager_tok_s", 1, base),
             _cell(row, "decode_compiled_tok_s", 1, base),
             _cell(row, "generate_fast_tok_s", 1, base),
+            *([_cell(row, "decode_hf_compiled_tok_s", 1)] if has_other else []),
             *(_cell(row, "prefill_ms", 1, base, prompt) for prompt in prompts),
         ]
         if has_paper:

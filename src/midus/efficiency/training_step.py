@@ -31,14 +31,14 @@ SETTINGS: dict[str, Any] = {
     "max_grad_norm": MAX_GRAD_NORM,
     "loss_chunk": _LOSS_CHUNK,
     "gradient_checkpointing": False,
-    "fused_blocks": True,
 }
 
 
-def prepare_training(model: Any) -> None:
+def prepare_training(model: Any, fused_blocks: bool) -> None:
     """Freezes what the method freezes, fuses blocks, chunks the loss; once for a model."""
     set_trainable(model)
-    fuse_blocks(model)
+    if fused_blocks:
+        fuse_blocks(model)
     use_chunked_loss(model, _LOSS_CHUNK)
     model.train()
 

@@ -7,7 +7,6 @@ memory layer. The layer's values start at zero, so a fresh block returns its inp
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -16,7 +15,7 @@ from midus.memory import memory_layer_class
 from midus.memory.output_proj import MemoryOutputProj
 from midus.models.attention import attended_dim, head_dim, make_head_attention
 from midus.models.families import find_family
-from midus.models.fused import attend_heads, decode_step, is_llama_like, suits
+from midus.models.fused import attend_heads, decode_step, is_llama_like, is_one_token, suits
 
 
 class MemoryBlock(GradientCheckpointingLayer):
@@ -58,7 +57,7 @@ class MemoryBlock(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         if self._is_llama_like and suits(self, hidden_states, kwargs):
-            if hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
+            if is_one_token(hidden_states):
                 decoded = decode_step(self, hidden_states, kwargs)
                 if decoded is not None:
                     return decoded

@@ -33,8 +33,7 @@ def is_llama_like(config: Any, attention: Any) -> bool:
 
 def suits(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> bool:
     """Whether a Llama-like block is on a GPU, and nobody watches or replaces its parts."""
-    device = hidden_states.device.type
-    if device not in _DEVICES or torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
+    if hidden_states.device.type not in _DEVICES or torch.compiler.is_compiling():
         return False
     attention, norm, positions = (
         block.self_attn,
@@ -47,6 +46,15 @@ def suits(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> bool:
         and norm.weight.dtype == hidden_states.dtype == positions[0].dtype
         and attention.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
         and not (is_watched(attention) or is_watched(norm))
+    )
+
+
+def is_one_token(hidden_states: Tensor) -> bool:
+    """Whether this is a step of decoding, for which there are kernels of their own."""
+    return (
+        hidden_states.shape[1] == 1
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(hidden_states.device.type)
     )
 
 
@@ -80,7 +88,7 @@ def attend_heads(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> T
 def decode_step(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
     """``M(x)`` of one token a sequence, or None where it takes more than the three kernels.
 
-    To be called where ``suits`` and without gradients.
+    To be called where ``suits`` and ``is_one_token``.
     """
     if not _reads_plainly(block):
         return None

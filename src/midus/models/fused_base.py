@@ -22,6 +22,7 @@ from midus.models.fused import (
     can_stream,
     fused_norm,
     is_llama_like,
+    is_one_token,
     is_plain_linear,
     is_watched,
     project_one,
@@ -34,7 +35,7 @@ from midus.ops import attend_token, gate_token, gated, linear_token
 def fuse_blocks(model: Any) -> int:
     """Gives the model's own blocks the fused forward on GPUs; says how many have it.
 
-    Elsewhere, and under a compiler or autocast, they compute as before. `unfuse_blocks` undoes it.
+    Elsewhere, and under a compiler, they compute as before. `unfuse_blocks` undoes it.
     """
     blocks = [block for block in model.model.layers if _can_be_fused(block, model.config)]
     for block in blocks:
@@ -76,7 +77,7 @@ def _forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
     after, mlp = self.post_attention_layernorm, self.mlp
     if not suits(self, hidden_states, kwargs) or is_watched(after) or is_watched(mlp):
         return type(self).forward(self, hidden_states, **kwargs)
-    if hidden_states.shape[:2] == (1, 1) and not torch.is_grad_enabled():
+    if len(hidden_states) == 1 and is_one_token(hidden_states):
         decoded = _decode_step(self, hidden_states, kwargs)
         if decoded is not None:
             return decoded

@@ -212,12 +212,13 @@ def rotate_heads(
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
-        Both, in the same shapes.
+        Both, in the same shapes; the kernels keep their type, the reference the wider one.
     """
     for name, tensor in (("cos", cos), ("sin", sin)):
         _check_shape(name, tensor, (*tensor.shape[:1], *queries.shape[1:2], queries.shape[3]))
-    # Compilers fuse the plain version by themselves; mixed types are its business too.
-    plain = torch.compiler.is_compiling() or not queries.dtype == keys.dtype == cos.dtype
+    # Compilers fuse the plain version by themselves. Under autocast the angles alone are wider.
+    angles = (queries.dtype, torch.float32)
+    plain = torch.compiler.is_compiling() or queries.dtype != keys.dtype or cos.dtype not in angles
     if plain or not _use_triton(backend, queries, keys, cos, sin):
         return _rotary.rotate_heads(queries, keys, cos, sin)
     from midus.ops.rotary import kernels
@@ -425,7 +426,7 @@ def attend_and_read(
         value_cache: ``[H, n * n, O]``.
         top_k: Slots to read per head.
         backend: ``auto``, ``reference`` or ``triton``.
-        search: ``two_stage``, ``cartesian``, or ``auto`` by size.
+        search: ``two_stage``, ``cartesian``, or ``auto``: two stages.
 
     Returns:
         ``[B, H * O]``.
@@ -433,6 +434,8 @@ def attend_and_read(
     _check_keys(queries, row_keys, col_keys, top_k)
     inputs = (queries, keys, values, hidden, row_keys, col_keys, value_cache)
     use_triton = _use_triton(backend, *inputs) and _fits_kernels(backend, row_keys.shape[1], top_k)
+    # Here a program has one token whatever the search, and two stages are the faster.
+    search = "two_stage" if search == "auto" else search
     cartesian = _use_cartesian(search, queries, row_keys, use_triton)
     attended = (queries, keys, values, length, mask, scale)
     memory = (hidden, row_keys, col_keys, value_cache, top_k, cartesian)

@@ -139,6 +139,8 @@ class TrainOptions:
     """Attention implementation of transformers, such as flash_attention_2; default: its choice."""
     loss_chunk: int = 1024
     """Tokens whose logits are in memory at a time while the loss is computed."""
+    fused_blocks: bool = True
+    """On a GPU, compute norms, rotary embeddings and gates of Llama-like blocks in our kernels."""
     max_length: int = 2048
     """sft: longest example in tokens; longer ones are cut."""
     keep_best: bool = False
@@ -167,6 +169,8 @@ class TrainOptions:
             raise MidusError(f"seed={self.seed!r} must be a whole number from 0")
         if self.attention is not None and not isinstance(self.attention, str):
             raise MidusError(f"attention={self.attention!r} must be a name such as sdpa")
+        if not isinstance(self.fused_blocks, bool):
+            raise MidusError(f"fused_blocks={self.fused_blocks!r} must be true or false")
         for name in ("batch_size", "loss_chunk", "max_length"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -15,6 +15,7 @@ import torch
 from midus.data import DataOptions, prepare_text, read_instructions
 from midus.errors import MidusError
 from midus.models.atomic import atomic_folder
+from midus.models.fused_base import fuse_blocks
 from midus.models.loading import load_tokenizer
 from midus.models.sources import source_id
 from midus.reports import conditions, machine_name
@@ -137,6 +138,8 @@ def make_trainer(
     start = start_model(options, is_empty=sharded and not is_first_rank(), track=track)
     start = replace(start, saves_delta=from_first_rank(start.saves_delta))
     _refuse_running_statistics(start.model, arguments)
+    if options.fused_blocks:
+        fuse_blocks(_causal_lm(start.model))
     use_chunked_loss(_causal_lm(start.model), options.loss_chunk)
     trainer = _make_trainer(options, arguments, start, train_data, held_out, tokenizer)
     _refuse_too_few(len(trainer.train_dataset), options.batch_size)

@@ -29,15 +29,15 @@ try:
 except ImportError:  # Triton before 3.4: never called, see `_early`
     gdc_launch_dependents = gdc_wait = None
 
-# Programs that attention is cut into, about two for each multiprocessor of a large GPU.
-_PROGRAMS = 256
-EARLY = True
+# Programs that attention is cut into: for caches up to so many slots, and for longer ones.
+_SHORT, _PROGRAMS_SHORT, _PROGRAMS = 1024, 64, 256
 _BLOCK_L = 32
 # Rows and columns of a weight that one program has in flight.
 PROJECT_BLOCKS = {"BLOCK_P": 8, "BLOCK_D": 512, "num_warps": 4}
 GATE_BLOCKS = {"BLOCK_P": 1, "BLOCK_D": 2048, "num_warps": 8}
-LINEAR_BLOCKS = {"BLOCK_P": 1, "BLOCK_D": 1024, "num_warps": 8}
-READ_BLOCKS = {"num_warps": 4}
+LINEAR_BLOCKS = {"BLOCK_P": 1, "BLOCK_D": 1024, "num_warps": 4}
+LONG_LINEAR_BLOCKS = {"BLOCK_P": 1, "BLOCK_D": 2048, "num_warps": 8}
+_LONG_LINEAR = 8192
 
 
 @triton.jit
@@ -283,24 +283,33 @@ def _combine_kernel(
 
 
 @triton.jit
-def _half_scores(
-    sums, weights, line, keys, dtype: tl.constexpr, offset: tl.constexpr, width: tl.constexpr,
-    num_subkeys: tl.constexpr, subkey_dim: tl.constexpr, NUM_PARTS: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+def _key_tile(
+    keys, start, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one half of a head's query with its sub-keys, ``[1, n]``."""
+    """Some columns of a head's row or column keys, ``[n, E]``."""
+    subkey, e = tl.arange(0, BLOCK_N)[:, None], start + tl.arange(0, BLOCK_E)[None, :]
+    real = (subkey < num_subkeys) & (e < subkey_dim)
+    return tl.load(keys + subkey * subkey_dim + e, mask=real, other=0.0)
+
+
+@triton.jit
+def _half_scores(
+    sums, weights, line, keys, tile, dtype: tl.constexpr, offset: tl.constexpr,
+    width: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
+    NUM_PARTS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Scores of one half of a head's query with its sub-keys, ``[1, n]``; ``tile``: the first."""
     subkey = tl.arange(0, BLOCK_N)
     scores = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, subkey_dim, BLOCK_E):
+        if start > 0:
+            tile = _key_tile(keys, start, num_subkeys, subkey_dim, BLOCK_N, BLOCK_E)
         e = start + tl.arange(0, BLOCK_E)
-        k = tl.load(
-            keys + subkey[:, None] * subkey_dim + e[None, :],
-            mask=(subkey < num_subkeys)[:, None] & (e < subkey_dim)[None, :], other=0.0,
-        )  # fmt: skip
         query = _attended(sums, weights, line, offset + e, width, NUM_PARTS, BLOCK_S)
         # As the attention would have handed it on.
         query = tl.where(e < subkey_dim, query.to(dtype).to(tl.float32), 0.0)
-        scores += tl.sum(k.to(tl.float32) * query[None, :], axis=1)
+        scores += tl.sum(tile.to(tl.float32) * query[None, :], axis=1)
     scores = tl.where(scores != scores, float("inf"), scores)  # as in `subkey_scores`
     return tl.where(subkey < num_subkeys, scores, -float("inf"))[None, :]
 
@@ -319,15 +328,18 @@ def _read_kernel(
     line = batch * num_heads + head
     dtype: tl.constexpr = hidden.dtype.element_ty
     width: tl.constexpr = 2 * subkey_dim
+    row_keys += head * num_subkeys * subkey_dim
+    col_keys += head * num_subkeys * subkey_dim
+    row_tile = _key_tile(row_keys, 0, num_subkeys, subkey_dim, BLOCK_N, BLOCK_E)
+    col_tile = _key_tile(col_keys, 0, num_subkeys, subkey_dim, BLOCK_N, BLOCK_E)
     _begin(EARLY)
     parts = _part_weights(largest, totals, line, NUM_PARTS, BLOCK_S)
-    own = head * num_subkeys * subkey_dim
     row_scores = _half_scores(
-        sums, parts, line, row_keys + own, dtype, 0, width, num_subkeys, subkey_dim, NUM_PARTS,
-        BLOCK_S, BLOCK_N, BLOCK_E,
+        sums, parts, line, row_keys, row_tile, dtype, 0, width, num_subkeys, subkey_dim,
+        NUM_PARTS, BLOCK_S, BLOCK_N, BLOCK_E,
     )  # fmt: skip
     col_scores = _half_scores(
-        sums, parts, line, col_keys + own, dtype, subkey_dim, width, num_subkeys, subkey_dim,
+        sums, parts, line, col_keys, col_tile, dtype, subkey_dim, width, num_subkeys, subkey_dim,
         NUM_PARTS, BLOCK_S, BLOCK_N, BLOCK_E,
     )  # fmt: skip
     if CARTESIAN:
@@ -424,14 +436,15 @@ def linear_token(inputs: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """``residual + W x`` of ONE token: ``[..., O]``."""
     out_size, in_size = weight.shape
     out = torch.empty_like(residual)
+    blocks = LINEAR_BLOCKS if in_size < _LONG_LINEAR else LONG_LINEAR_BLOCKS
     launch(
         _linear_kernel,
-        (ceil_div(out_size, LINEAR_BLOCKS["BLOCK_P"]),),
+        (ceil_div(out_size, blocks["BLOCK_P"]),),
         (inputs, weight, residual, out),
         {
             "in_size": in_size,
             "out_size": out_size,
-            **_fitted(LINEAR_BLOCKS, in_size),
+            **_fitted(blocks, in_size),
             **_early(inputs),
         },
     )
@@ -440,7 +453,7 @@ def linear_token(inputs: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
 
 def _early(like: Tensor) -> dict[str, bool]:
     """Whether a kernel may begin before the one before it has ended, from Hopper on."""
-    is_early = EARLY and like.is_cuda and _can_begin_early(like.device)
+    is_early = like.is_cuda and _can_begin_early(like.device)
     return {"EARLY": True, "launch_pdl": True} if is_early else {"EARLY": False}
 
 
@@ -480,8 +493,8 @@ def attend(
     ``length`` counts the slots in use; as a tensor, those before this token's.
     """
     batch, num_heads, width = queries.shape
-    num_kv_heads = keys.shape[1]
-    parts = num_parts(batch * num_kv_heads)
+    num_kv_heads, num_slots = keys.shape[1:3]
+    parts = num_parts(batch * num_kv_heads, num_slots)
     held = Parts(batch, num_heads, width, parts, queries)
     is_tensor = isinstance(length, Tensor)
     launch(
@@ -519,13 +532,14 @@ def attend(
     return held
 
 
-def num_parts(num_lines: int) -> int:
+def num_parts(num_lines: int, num_slots: int) -> int:
     """Into how many parts to cut the caches of ``num_lines`` sequences and key-value heads.
 
-    The same for any length, since a kernel is compiled for each number; short caches leave some of
-    the parts empty.
+    Two numbers for any length, since a kernel is compiled for each; short caches leave some of the
+    parts empty.
     """
-    return power_of_two(max(1, _PROGRAMS // num_lines)) if num_lines <= _PROGRAMS else 1
+    programs = _PROGRAMS_SHORT if num_slots <= _SHORT else _PROGRAMS
+    return power_of_two(max(1, programs // num_lines))
 
 
 def attend_token(
@@ -600,7 +614,7 @@ def attend_and_read(
             "BLOCK_O": min(power_of_two(head_width, 16), 128),
             **held.blocks(),
             **search_blocks(num_subkeys, subkey_dim, top_k),
-            **READ_BLOCKS,
+            "num_warps": 2,
             **_early(hidden),
         },
     )
