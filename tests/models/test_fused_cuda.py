@@ -1,10 +1,8 @@
 """Fused blocks and decoding by graphs on a GPU: the kernels inside whole models."""
 
-import copy
-
 import pytest
 import torch
-from tiny import fill_tables, prompt_ids, tiny_base
+from tiny import TOLERANCE, fill_tables, prompt_ids, tiny_base
 
 from midus import MemoryConfig, UpscaleConfig, upscale
 from midus.models import fused
@@ -23,8 +21,6 @@ SHAPE = {
     "initializer_range": 0.1,
     "eos_token_id": None,
 }
-# Largest difference of gradients' norms; in float32 sums in another order.
-GRADIENTS = {"float32": 1e-4, "autocast": 5e-2}
 
 
 def model(kind, dtype=torch.float32):
@@ -58,23 +54,32 @@ def test_bfloat16_parts_only_where_two_words_are_about_as_likely(kind):
     assert difference is None or abs(difference.margin) < 0.5
 
 
+def gradients(trained, ids, autocast=False):
+    trained.zero_grad()
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        trained(ids, labels=ids).loss.backward()
+    # Memories are left out: rounding may choose other slots.
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in trained.named_parameters()
+        if ".memory." not in name
+    }
+
+
+def distances(found, exact):
+    return {
+        name: ((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in exact
+    }
+
+
 @pytest.mark.parametrize("kind", ["base", "hml"])
-@pytest.mark.parametrize("precision", ["float32", "autocast"])
-def test_training_has_the_plain_gradients(kind, precision, monkeypatch):
-    fast, ids = model(kind).train(), prompt_ids(4, 64).cuda()
-    plain = copy.deepcopy(fast)
-    fast.requires_grad_(True)
-    plain.requires_grad_(True)
-    assert fuse_blocks(fast) == 4
-
-    def run(trained):
-        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "autocast"):
-            trained(ids, labels=ids).loss.backward()
-
-    run(fast)
+def test_training_has_the_plain_gradients(kind, monkeypatch):
+    trained, ids = model(kind).train().requires_grad_(True), prompt_ids(4, 64).cuda()
+    assert fuse_blocks(trained) == 4
+    fast, fast_cast = gradients(trained, ids), gradients(trained, ids, autocast=True)
     monkeypatch.setattr(fused, "_DEVICES", ())
-    run(plain)
-    for (name, a), b in zip(fast.named_parameters(), plain.parameters(), strict=True):
-        if precision == "autocast" and ".memory." in name:
-            continue  # rounding may choose other slots
-        assert (a.grad - b.grad).norm() <= GRADIENTS[precision] * b.grad.norm(), name
+    exact, plain_cast = gradients(trained, ids), gradients(trained, ids, autocast=True)
+    assert max(distances(fast, exact).values()) < TOLERANCE[torch.float32]
+    # Under autocast all of them are off, ours no more than the others.
+    ours, plain = distances(fast_cast, exact), distances(plain_cast, exact)
+    assert sum(ours.values()) < 1.2 * sum(plain.values())

@@ -88,3 +88,16 @@ def test_equal_scores_give_distinct_slots():
 def test_gradients_match_finite_differences():
     inputs = [t.requires_grad_() for t in random_inputs(torch.float64, tokens=(3,))]
     assert torch.autograd.gradcheck(lambda *args: tucker_topk(*args, 3)[1], inputs)
+
+
+def test_leading_vectors_of_rank_two_are_those_of_the_decomposition():
+    torch.manual_seed(7)
+    matrices = torch.randn(50, 2, 2, dtype=torch.float64)
+    matrices[0] = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    matrices[1] = torch.tensor([[0.0, 1.0], [3.0, 0.0]])
+    left, right = leading_vectors(matrices)
+    u, _, vh = torch.linalg.svd(matrices)
+    # The pair is one up to a common sign.
+    outer = torch.einsum("br,bs->brs", left, right)
+    torch.testing.assert_close(outer, torch.einsum("br,bs->brs", u[..., 0], vh[:, 0]))
+    assert (left.sum(-1) > 0).all()

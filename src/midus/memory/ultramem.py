@@ -110,7 +110,8 @@ class ExpandedValues(MemoryModule):
             slices.unsqueeze(-1),
             scores.flatten(-3, -2).unsqueeze(-1),
         )  # [B, T, P, C, W / C]
-        member = F.one_hot(groups, EXPANSION).to(weighted.dtype)  # [B, T, P, E]
+        tables = torch.arange(EXPANSION, device=groups.device)
+        member = (groups.unsqueeze(-1) == tables).to(weighted.dtype)  # [B, T, P, E]
         expanded = torch.einsum("...pe,...pcw->...ecw", member, weighted)
         return F.linear(expanded.flatten(-3), self.value_proj)  # [B, T, D]
 

@@ -63,7 +63,22 @@ def leading_vectors(matrices: Tensor) -> tuple[Tensor, Tensor]:
     A pair is defined up to one common sign; the left vector's sum is made positive, which is right
     for cores that start with positive entries.
     """
-    u, _, vh = torch.linalg.svd(matrices)
-    left, right = u[..., 0], vh[..., 0, :]
+    # Of rank two, which is UltraMem's, by hand: a decomposition on a GPU waits for the CPU.
+    decompose = _leading_of_two if matrices.shape[-2:] == (2, 2) else _leading
+    left, right = decompose(matrices)
     sign = torch.where(left.sum(dim=-1, keepdim=True) < 0, -1.0, 1.0).to(left.dtype)
     return left * sign, right * sign
+
+
+def _leading(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    u, _, vh = torch.linalg.svd(matrices)
+    return u[..., 0], vh[..., 0, :]
+
+
+def _leading_of_two(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """The left vector is the long axis of the ellipse ``A A^T``, the right one its image."""
+    gram = matrices @ matrices.mT
+    angle = torch.atan2(2 * gram[..., 0, 1], gram[..., 0, 0] - gram[..., 1, 1]) / 2
+    left = torch.stack((angle.cos(), angle.sin()), dim=-1)
+    right = torch.einsum("...r,...rs->...s", left, matrices)
+    return left, torch.nn.functional.normalize(right, dim=-1)
