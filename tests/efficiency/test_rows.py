@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from midus import MidusError
 from midus.efficiency import inference, row_phases, timing, training_step
 from midus.efficiency.protocol import make_protocol
 from midus.efficiency.random_model import make_random_model
@@ -136,33 +135,24 @@ def test_gradients_of_an_iteration_are_those_of_the_mean_loss_clipped(monkeypatc
             )
 
 
-def test_decoding_is_timed_without_prefill(monkeypatch):
-    seconds = {2: [1.0, 3.0, 2.0], 10: [8.0, 6.0, 7.0]}  # medians 2 and 7
+def test_decoding_is_timed_from_the_second_token_to_the_last(monkeypatch):
+    now, runs = [0.0], []
+    monkeypatch.setattr(inference.time, "perf_counter", lambda: now[0])
 
-    def wall_seconds(function, device):
-        function()
-        return seconds[lengths[-1]].pop()
-
-    lengths = []
-
-    def generate(input_ids, max_new_tokens, min_new_tokens, do_sample):
+    def generate(input_ids, max_new_tokens, min_new_tokens, do_sample, stopping_criteria):
         assert (min_new_tokens, do_sample) == (max_new_tokens, False)
-        lengths.append(max_new_tokens)
+        runs.append(max_new_tokens)
+        # Prefill and capture take long; then a token takes 1 s in the first runs, 3 in the last.
+        for cost in [100.0, 50.0] + [3.0 if len(runs) == 4 else 1.0] * (max_new_tokens - 2):
+            now[0] += cost
+            stop = stopping_criteria[0](input_ids, None)
+            assert stop.shape == (4,)
+            assert not stop.any()
         return torch.zeros(input_ids.shape[0], input_ids.shape[1] + max_new_tokens)
 
-    monkeypatch.setattr(inference, "wall_seconds", wall_seconds)
     rate = inference.measure_generate(generate, torch.zeros(4, 5), 8, 3, CPU)
-    assert rate == 4 * 8 / (7 - 2)
-    assert lengths == [10] * 4 + [2] * 4  # a warm-up of each
-
-
-def test_noise_is_not_reported_as_speed(monkeypatch):
-    monkeypatch.setattr(inference, "wall_seconds", lambda function, device: 1.0)
-    with pytest.raises(MidusError, match="noise"):
-        inference.measure_generate(
-            lambda input_ids, max_new_tokens, **_: torch.zeros(1, 1 + max_new_tokens),
-            torch.zeros(1, 1), 4, 1, CPU,
-        )  # fmt: skip
+    assert rate == (4.0, pytest.approx(4 - 4 / 3))
+    assert runs == [10] * 4  # a warm-up, and three
 
 
 def test_replayed_steps_are_warmed_up_then_timed(monkeypatch):
@@ -183,7 +173,7 @@ def test_replayed_steps_are_warmed_up_then_timed(monkeypatch):
     monkeypatch.setattr(fast, "FastDecoder", Decoder)
     monkeypatch.setattr(inference, "time_runs", lambda f, d, runs: [f() or 0.5] * runs)
     rate = inference.measure_decoder(None, torch.zeros(2, 5), 4, 3, 2, CPU)
-    assert rate == 2 * 4 / 0.5
+    assert rate == (2 * 4 / 0.5, 0)
     batch, length = calls[0]
     assert batch == 2
     assert length >= 5 + 2 + 3 * 4

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from midus.ops import launch as module
-from midus.ops.launch import launch
+from midus.ops.launch import Constants, launch
 
 
 class Kernel:
@@ -74,3 +74,31 @@ def test_whatever_changes_the_code_is_compiled_anew(kernel, other):
     run(kernel, **other)
     assert len(kernel.compiled) == 2
     assert [len(calls) for calls in kernel.compiled] == [1, 2]
+
+
+def test_constants_that_are_kept_are_told_apart_by_which_they_are(kernel):
+    x, first, second = torch.zeros(8), Constants(FLAG=False, WIDTH=4), Constants(FLAG=True, WIDTH=8)
+    for constants in (first, second, first, second):
+        launch(kernel, (1,), (x, 5), constants)
+    assert len(kernel.compiled) == 2
+    assert kernel.compiled[0][1][1][1:] == (5, 4, False)
+    assert kernel.compiled[1][1][1][1:] == (5, 8, True)
+
+
+def test_kernels_of_the_same_sizes_are_looked_up_not_made():
+    # Else every call would compile, and what is remembered would grow.
+    from midus.ops.headwise_memory import kernels as hml
+    from midus.ops.rotary import kernels as rotary
+    from midus.ops.token_step import kernels as step
+
+    device = torch.device("cpu")
+    for make, sizes in (
+        (rotary._constants, (4, 2, 8, False)),
+        (hml._forward_constants, (4, 8, 4, 8, 8, 2, False, True, 16)),
+        (hml._cached_constants, (4, 8, 4, 8, 2, False, 16)),
+        (hml._backward_constants, (4, 8, 4, 8, 8, 2, torch.float32)),
+        (step._project_constants, (32, 4, 2, 8, False, True, device)),
+        (step._read_constants, (4, 8, 4, 8, 2, False, True, 8, device)),
+    ):
+        assert make(*sizes) is make(*sizes)
+        assert isinstance(make(*sizes), Constants)

@@ -1,15 +1,16 @@
 """Prefill and decoding of one model: milliseconds, tokens a second and peak memory."""
 
 import statistics
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteria
 
 from midus.efficiency.gpu_memory import peak_gb, start_peak
-from midus.efficiency.timing import time_runs, wall_seconds
-from midus.errors import MidusError
+from midus.efficiency.timing import time_runs
 
 _LONG_PROMPT, _LONG_RUNS = 8192, 3
 
@@ -62,40 +63,77 @@ def kv_cache_bytes(model: Any, length: int, device: torch.device) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
+class Rate(NamedTuple):
+    """Tokens a second of all sequences together."""
+
+    median: float
+    spread: float
+    """Largest less smallest."""
+
+
+def _rate(tokens: int, seconds: list[float]) -> Rate:
+    rates = [tokens / second for second in seconds]
+    return Rate(statistics.median(rates), max(rates) - min(rates))
+
+
+class _TokenClock(StoppingCriteria):
+    """Takes the time after each token; asked whether to stop, it says no."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def seconds(self, start: int) -> float:
+        """From the token of that number to the last."""
+        first, last = self._marks[start], self._marks[-1]
+        if not self._is_cuda:
+            return float(last - first)
+        torch.cuda.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+
+
 def measure_generate(
     generate: Callable[..., Any],
     input_ids: Tensor,
     tokens: int,
     repeats: int,
     device: torch.device,
-) -> float:
-    """Tokens a second of greedy generation from the third one on.
+) -> Rate:
+    """Greedy generation, timed from the second token to the last.
 
-    The difference between generations of ``tokens + 2`` tokens and of two, by the wall clock,
-    medians of both: prefill, and the capture of a graph at the second token, are in either.
+    So neither prefill nor the capture of a graph, which comes before the second token, counts.
 
     Args:
         generate: ``model.generate`` or what takes the same arguments.
         input_ids: The prompts.
         tokens: Tokens that are timed, of each sequence.
-        repeats: Times each length is run, after one warm-up of each.
+        repeats: Times it is run, after one warm-up.
         device: Where it runs.
     """
 
-    def run(length: int) -> None:
+    def run() -> float:
+        clock = _TokenClock(device)
         made = generate(
-            input_ids=input_ids, max_new_tokens=length, min_new_tokens=length, do_sample=False
+            input_ids=input_ids,
+            max_new_tokens=tokens + 2,
+            min_new_tokens=tokens + 2,
+            do_sample=False,
+            stopping_criteria=[clock],
         )
-        assert made.shape[1] == input_ids.shape[1] + length
+        assert made.shape[1] == input_ids.shape[1] + tokens + 2
+        return clock.seconds(1)
 
-    def median(length: int) -> float:
-        run(length)
-        return statistics.median(wall_seconds(lambda: run(length), device) for _ in range(repeats))
-
-    seconds = median(tokens + 2) - median(2)
-    if seconds <= 0:
-        raise MidusError(f"{tokens} tokens take less time than this machine's noise; time more")
-    return tokens * len(input_ids) / seconds
+    run()
+    return _rate(tokens * len(input_ids), [run() for _ in range(repeats)])
 
 
 @torch.no_grad()
@@ -114,8 +152,8 @@ def measure_generation_memory(
 @torch.no_grad()
 def measure_decoder(
     model: Any, input_ids: Tensor, tokens: int, repeats: int, warmup: int, device: torch.device
-) -> float:
-    """Tokens a second of replayed steps over a static cache (`models/fast.py`)."""
+) -> Rate:
+    """Replayed steps over a static cache (`models/fast.py`)."""
     from midus.models.fast import FastDecoder
 
     batch, prompt = input_ids.shape
@@ -128,14 +166,14 @@ def measure_decoder(
         for _ in range(tokens):
             decoder.step()
 
-    return tokens * batch / statistics.median(time_runs(steps, device, repeats))
+    return _rate(tokens * batch, time_runs(steps, device, repeats))
 
 
 @torch.no_grad()
 def measure_hf_compiled(
     model: Any, input_ids: Tensor, tokens: int, repeats: int, warmup: int, device: torch.device
-) -> float:
-    """Tokens a second of transformers' own compiled step over its static cache.
+) -> Rate:
+    """The compiled step of transformers itself, over its static cache.
 
     What ``generate(cache_implementation="static")`` runs for each token, without its bookkeeping.
     """
@@ -155,6 +193,6 @@ def measure_hf_compiled(
             ids.copy_(out.logits[:, -1:].argmax(-1))
 
     steps(warmup)
-    rate = tokens * batch / statistics.median(time_runs(steps, device, repeats))
+    rate = _rate(tokens * batch, time_runs(steps, device, repeats))
     torch.compiler.reset()  # frees its graphs
     return rate

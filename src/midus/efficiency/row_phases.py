@@ -12,6 +12,7 @@ import torch
 
 from midus.efficiency import inference, training_step
 from midus.efficiency.gpu_memory import peak_gb, release, start_peak
+from midus.efficiency.inference import Rate
 from midus.efficiency.processes import Send
 from midus.efficiency.protocol import Protocol
 from midus.efficiency.random_model import make_random_model
@@ -82,7 +83,7 @@ class RowPhases:
             length = protocol.decode_prompt
             return inference.kv_cache_bytes(model, length, device) // length
 
-        def eager() -> float:
+        def eager() -> Rate:
             return inference.measure_generate(model.generate, input_ids, tokens, repeats, device)
 
         def memory() -> float | None:
@@ -90,12 +91,12 @@ class RowPhases:
                 model, protocol.memory_prompt, tokens, device
             )
 
-        def compiled() -> float:
+        def compiled() -> Rate:
             return inference.measure_decoder(
                 model, input_ids, tokens, repeats, protocol.decode_warmup, device
             )
 
-        def fast() -> float:
+        def fast() -> Rate:
             from midus.models.fast import generate_fast
 
             with warnings.catch_warnings():
@@ -105,7 +106,7 @@ class RowPhases:
                     partial(generate_fast, model), input_ids, tokens, repeats, device
                 )
 
-        def hugging_face() -> float:
+        def hugging_face() -> Rate:
             return inference.measure_hf_compiled(
                 model, input_ids, tokens, repeats, protocol.decode_warmup, device
             )
@@ -132,14 +133,14 @@ class RowPhases:
             self.row["kv_cache_bytes_per_token"] = one // context
             return batch * one
 
-        def eager() -> float:
+        def eager() -> Rate:
             start_peak(device)
             input_ids = inference.random_prompt(model, batch, context, device)
             rate = inference.measure_generate(model.generate, input_ids, tokens, repeats, device)
             self.row["eager_gb"] = peak_gb(device)
             return rate
 
-        def compiled() -> float:
+        def compiled() -> Rate:
             start_peak(device)
             input_ids = inference.random_prompt(model, batch, context, device)
             rate = inference.measure_decoder(
@@ -181,8 +182,15 @@ class RowPhases:
             self.row[f"prefill_{column}"][str(prompt)] = value
 
     def _fill(self, phase: str, column: str, measure: Callable[[], Any]) -> None:
+        def fill() -> None:
+            measured = measure()
+            if isinstance(measured, Rate):
+                self.row[column.replace("_tok_s", "_spread")] = measured.spread
+                measured = measured.median
+            self.row[column] = measured
+
         if self.protocol.runs_phase(phase):
-            self._run(phase, lambda: self.row.update({column: measure()}))
+            self._run(phase, fill)
 
     def _run(self, phase: str, function: Callable[[], None]) -> None:
         self._send("phase", f"{self.subject.label}: {phase}")

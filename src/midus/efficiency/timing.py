@@ -95,10 +95,13 @@ def time_runs(
     """Seconds of each run: between CUDA events, or by the wall clock on a CPU."""
     for _ in range(warmup):
         function()
-    if device.type != "cuda":
-        return [wall_seconds(function, device) for _ in range(runs)]
     seconds = []
     for _ in range(runs):
+        if device.type != "cuda":
+            started = time.perf_counter()
+            function()
+            seconds.append(time.perf_counter() - started)
+            continue
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)
         start.record()
@@ -107,18 +110,3 @@ def time_runs(
         torch.cuda.synchronize(device)
         seconds.append(start.elapsed_time(end) / 1e3)
     return seconds
-
-
-def wall_seconds(function: Callable[[], Any], device: torch.device) -> float:
-    """Seconds from an idle device to an idle device."""
-    _synchronize(device)
-    started = time.perf_counter()
-    function()
-    _synchronize(device)
-    return time.perf_counter() - started
-
-
-def _synchronize(device: torch.device) -> None:
-    """Waits for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

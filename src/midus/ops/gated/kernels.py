@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from midus.ops.blocks import ceil_div
-from midus.ops.launch import launch
+from midus.ops.launch import Constants, launch
 
 _BLOCK = 2048
+_CONSTANTS = Constants(BLOCK=_BLOCK, num_warps=4)
 
 
 @triton.jit  # a size that 16 divides lets loads be wide
@@ -47,7 +48,7 @@ def gated_forward(gate: Tensor, up: Tensor) -> Tensor:
             _gated_fwd_kernel,
             (ceil_div(gate.numel(), _BLOCK),),
             (gate, up, out, gate.numel()),
-            {"BLOCK": _BLOCK, "num_warps": 4},
+            _CONSTANTS,
         )
     return out
 
@@ -70,6 +71,6 @@ class Gated(torch.autograd.Function):
                 _gated_bwd_kernel,
                 (ceil_div(gate.numel(), _BLOCK),),
                 (grad.contiguous(), gate, up, grad_gate, grad_up, gate.numel()),
-                {"BLOCK": _BLOCK, "num_warps": 4},
+                _CONSTANTS,
             )
         return grad_gate, grad_up

@@ -7,7 +7,7 @@ the forward pass saved. `README.md` beside this file derives it and counts bytes
 Shape letters: T tokens, H heads, E query width, n sub-keys, K top_k, R latent, O head output.
 """
 
-from typing import Any
+import functools
 
 import torch
 import triton
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from midus.ops.blocks import ceil_div, num_splits, power_of_two
-from midus.ops.launch import launch
+from midus.ops.launch import Constants, launch
 from midus.ops.product_key_topk.kernels import (
     find_slots,
     key_gradient_tile,
@@ -27,6 +27,8 @@ from midus.ops.product_key_topk.kernels import (
 )
 from midus.ops.streams import Beside
 from midus.ops.weighted_gather.kernels import sort_entries, table_gradient
+
+_SUM_BLOCK = 1024
 
 
 @triton.jit
@@ -300,10 +302,10 @@ def headwise_memory_forward(
     weights = torch.empty(shape, dtype=torch.float32, device=device)
     if not num_tokens:
         return out, slot_idx, weights
-    blocks = forward_blocks(num_tokens, num_subkeys, top_k, latent_dim, head_width, cartesian)
+    block_t = 1 if cartesian else search_tokens(num_tokens, num_subkeys, top_k)
     launch(
         _headwise_memory_fwd_kernel,
-        (ceil_div(num_tokens, blocks["BLOCK_T"]), num_heads),
+        (ceil_div(num_tokens, block_t), num_heads),
         (
             queries,
             row_keys.contiguous(),
@@ -316,18 +318,11 @@ def headwise_memory_forward(
             num_tokens,
             *queries.stride()[:2],
         ),
-        {
-            "num_heads": num_heads,
-            "num_subkeys": num_subkeys,
-            "subkey_dim": subkey_dim,
-            "latent_dim": latent_dim,
-            "head_width": head_width,
-            "CARTESIAN": cartesian,
-            "SAVE": save,
-            **search_blocks(num_subkeys, subkey_dim, top_k),
-            **blocks,
-        },
-    )
+        _forward_constants(
+            num_heads, num_subkeys, subkey_dim, latent_dim, head_width, top_k, cartesian, save,
+            block_t,
+        ),
+    )  # fmt: skip
     return out, slot_idx, weights
 
 
@@ -361,16 +356,9 @@ def headwise_memory_cached_forward(
             num_tokens,
             *queries.stride()[:2],
         ),
-        {
-            "num_heads": num_heads,
-            "num_subkeys": num_subkeys,
-            "subkey_dim": subkey_dim,
-            "head_width": head_width,
-            "BLOCK_T": block_t,
-            "BLOCK_O": min(power_of_two(head_width, 16), 128),
-            "CARTESIAN": cartesian,
-            **search_blocks(num_subkeys, subkey_dim, top_k),
-        },
+        _cached_constants(
+            num_heads, num_subkeys, subkey_dim, head_width, top_k, cartesian, block_t
+        ),
     )
     return out
 
@@ -415,10 +403,12 @@ def headwise_memory_backward(
     grad_scores = torch.empty_like(weights)
     latent = grad_out.new_empty((*grad_out.shape[:-1], latent_dim))
     grad_latent = torch.empty_like(latent)
-    blocks = backward_blocks(latent_dim, head_width, grad_out.dtype)
+    constants = _backward_constants(
+        num_heads, num_subkeys, subkey_dim, latent_dim, head_width, top_k, grad_out.dtype
+    )
     launch(
         _headwise_memory_bwd_kernel,
-        (ceil_div(num_tokens, blocks["BLOCK_T"]), num_heads),
+        (ceil_div(num_tokens, constants["BLOCK_T"]), num_heads),
         (
             grad_out,
             row_keys.contiguous(),
@@ -433,18 +423,7 @@ def headwise_memory_backward(
             grad_latent,
             num_tokens,
         ),
-        {
-            "num_heads": num_heads,
-            "num_subkeys": num_subkeys,
-            "subkey_dim": subkey_dim,
-            "latent_dim": latent_dim,
-            "head_width": head_width,
-            "TOP_K": top_k,
-            "BLOCK_E": min(power_of_two(subkey_dim, 16), 64),
-            "BLOCK_K": power_of_two(top_k),
-            "UNROLL": min(top_k, 4),
-            **blocks,
-        },
+        constants,
     )
     grad_values = latent_values.new_empty(0)
     if needs_table:
@@ -478,12 +457,10 @@ def _parameter_gradients(
     top_k = slot_idx.shape[-1]
     num_subkeys, subkey_dim = row_keys.shape[1:]
     latent_dim, head_width = value_proj.shape[1:]
-    block_r = min(power_of_two(latent_dim, 16), 64)
-    block_o = min(power_of_two(head_width, 16), 128)
-    tiles_proj = ceil_div(latent_dim, block_r) * ceil_div(head_width, block_o)
-    tiles_keys, blocks = key_tiles(num_subkeys, subkey_dim)
-    tiles = tiles_proj + tiles_keys
-    splits = num_splits(num_tokens, tiles * num_heads, blocks["BLOCK_T"])
+    tiles, constants = _gradient_constants(
+        num_heads, num_subkeys, subkey_dim, latent_dim, head_width, top_k
+    )
+    splits = num_splits(num_tokens, tiles * num_heads, constants["BLOCK_T"])
     size_proj, size_keys = value_proj.numel(), row_keys.numel()
     size = size_proj + 2 * size_keys
     partials = torch.empty((splits, size), dtype=torch.float32, device=latent.device)
@@ -501,52 +478,110 @@ def _parameter_gradients(
             ceil_div(num_tokens, splits),
             *queries.stride()[:2],
         ),
-        {
-            "num_heads": num_heads,
-            "num_subkeys": num_subkeys,
-            "subkey_dim": subkey_dim,
-            "latent_dim": latent_dim,
-            "head_width": head_width,
-            "tiles_proj": tiles_proj,
-            "TOP_K": top_k,
-            "BLOCK_R": block_r,
-            "BLOCK_O": block_o,
-            **blocks,
-        },
+        constants,
     )
     grad_proj = torch.empty_like(value_proj, memory_format=torch.contiguous_format)
     grad_row = torch.empty_like(row_keys, memory_format=torch.contiguous_format)
     grad_col = torch.empty_like(col_keys, memory_format=torch.contiguous_format)
-    block = 1024
     launch(
         _sum_splits_kernel,
-        (ceil_div(size, block),),
+        (ceil_div(size, _SUM_BLOCK),),
         (partials, grad_proj, grad_row, grad_col, splits),
-        {"size_proj": size_proj, "size_keys": size_keys, "BLOCK": block},
+        _sum_constants(size_proj, size_keys),
     )
     return grad_row, grad_col, grad_proj
 
 
-def forward_blocks(
-    num_tokens: int, num_subkeys: int, top_k: int, latent_dim: int, head_width: int, cartesian: bool
-) -> dict[str, Any]:
-    """Block sizes and warps of the forward kernel."""
-    return {
-        "BLOCK_T": 1 if cartesian else search_tokens(num_tokens, num_subkeys, top_k),
-        "BLOCK_R": min(power_of_two(latent_dim, 16), 128),
-        "BLOCK_O": min(power_of_two(head_width, 16), 128),
-        "num_warps": 4,
-    }
+@functools.cache
+def _forward_constants(
+    num_heads: int, num_subkeys: int, subkey_dim: int, latent_dim: int, head_width: int,
+    top_k: int, cartesian: bool, save: bool, block_t: int,
+) -> Constants:  # fmt: skip
+    return Constants(
+        num_heads=num_heads,
+        num_subkeys=num_subkeys,
+        subkey_dim=subkey_dim,
+        latent_dim=latent_dim,
+        head_width=head_width,
+        CARTESIAN=cartesian,
+        SAVE=save,
+        BLOCK_T=block_t,
+        BLOCK_R=min(power_of_two(latent_dim, 16), 128),
+        BLOCK_O=min(power_of_two(head_width, 16), 128),
+        num_warps=4,
+        **search_blocks(num_subkeys, subkey_dim, top_k),
+    )
 
 
-def backward_blocks(latent_dim: int, head_width: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Block sizes and warps of the backward kernel; wider types leave room for fewer tokens."""
-    blocks = {
-        "BLOCK_T": 32 if dtype == torch.float32 else 64,
-        "BLOCK_R": min(power_of_two(latent_dim, 16), 64),
-        "BLOCK_O": min(power_of_two(head_width, 16), 128),
-        "num_warps": 4,
-        "num_stages": 1,
-    }
-    # Three programs a multiprocessor instead of two, on an H100 and H200.
-    return blocks if dtype == torch.float32 else {**blocks, "maxnreg": 168}
+@functools.cache
+def _cached_constants(
+    num_heads: int, num_subkeys: int, subkey_dim: int, head_width: int, top_k: int,
+    cartesian: bool, block_t: int,
+) -> Constants:  # fmt: skip
+    return Constants(
+        num_heads=num_heads,
+        num_subkeys=num_subkeys,
+        subkey_dim=subkey_dim,
+        head_width=head_width,
+        CARTESIAN=cartesian,
+        BLOCK_T=block_t,
+        BLOCK_O=min(power_of_two(head_width, 16), 128),
+        **search_blocks(num_subkeys, subkey_dim, top_k),
+    )
+
+
+@functools.cache
+def _backward_constants(
+    num_heads: int, num_subkeys: int, subkey_dim: int, latent_dim: int, head_width: int,
+    top_k: int, dtype: torch.dtype,
+) -> Constants:  # fmt: skip
+    """Wider types leave room for fewer tokens."""
+    is_wide = dtype == torch.float32
+    constants = Constants(
+        num_heads=num_heads,
+        num_subkeys=num_subkeys,
+        subkey_dim=subkey_dim,
+        latent_dim=latent_dim,
+        head_width=head_width,
+        TOP_K=top_k,
+        BLOCK_E=min(power_of_two(subkey_dim, 16), 64),
+        BLOCK_K=power_of_two(top_k),
+        UNROLL=min(top_k, 4),
+        BLOCK_T=32 if is_wide else 64,
+        BLOCK_R=min(power_of_two(latent_dim, 16), 64),
+        BLOCK_O=min(power_of_two(head_width, 16), 128),
+        num_warps=4,
+        num_stages=1,
+    )
+    if not is_wide:  # three programs a multiprocessor instead of two, on an H100 and H200
+        constants["maxnreg"] = 168
+    return constants
+
+
+@functools.cache
+def _gradient_constants(
+    num_heads: int, num_subkeys: int, subkey_dim: int, latent_dim: int, head_width: int, top_k: int
+) -> tuple[int, Constants]:
+    """Tiles of one head's projections and keys, and the constants of their sums."""
+    block_r = min(power_of_two(latent_dim, 16), 64)
+    block_o = min(power_of_two(head_width, 16), 128)
+    tiles_proj = ceil_div(latent_dim, block_r) * ceil_div(head_width, block_o)
+    tiles_keys, blocks = key_tiles(num_subkeys, subkey_dim)
+    constants = Constants(
+        num_heads=num_heads,
+        num_subkeys=num_subkeys,
+        subkey_dim=subkey_dim,
+        latent_dim=latent_dim,
+        head_width=head_width,
+        tiles_proj=tiles_proj,
+        TOP_K=top_k,
+        BLOCK_R=block_r,
+        BLOCK_O=block_o,
+        **blocks,
+    )
+    return tiles_proj + tiles_keys, constants
+
+
+@functools.cache
+def _sum_constants(size_proj: int, size_keys: int) -> Constants:
+    return Constants(size_proj=size_proj, size_keys=size_keys, BLOCK=_SUM_BLOCK)

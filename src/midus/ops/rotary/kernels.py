@@ -3,6 +3,7 @@
 In eager PyTorch they are ten passes over the queries; here each number is read and written once.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from midus.ops.blocks import power_of_two
-from midus.ops.launch import launch
+from midus.ops.launch import Constants, launch
 
 
 @triton.jit
@@ -77,7 +78,6 @@ def rotate(
 ) -> tuple[Tensor, Tensor]:
     """Both, contiguous ``[B, T, H, E]``; ``inverse`` gives the gradient of the inputs."""
     batch, length, num_heads, width = queries.shape
-    num_kv_heads = keys.shape[2]
     queries, keys = _rows(queries), _rows(keys)
     out = [tensor.new_empty(batch, length, *tensor.shape[1:]) for tensor in (queries, keys)]
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -95,17 +95,22 @@ def rotate(
                 *queries.stride()[:2],
                 *keys.stride()[:2],
             ),
-            {
-                "num_heads": num_heads,
-                "num_kv_heads": num_kv_heads,
-                "half": width // 2,
-                "BLOCK_H": power_of_two(num_heads),
-                "BLOCK_KV": power_of_two(num_kv_heads),
-                "BLOCK_E": power_of_two(width // 2),
-                "INVERSE": inverse,
-            },
+            _constants(num_heads, keys.shape[1], width, inverse),
         )
     return out[0], out[1]
+
+
+@functools.cache
+def _constants(num_heads: int, num_kv_heads: int, width: int, inverse: bool) -> Constants:
+    return Constants(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        half=width // 2,
+        BLOCK_H=power_of_two(num_heads),
+        BLOCK_KV=power_of_two(num_kv_heads),
+        BLOCK_E=power_of_two(width // 2),
+        INVERSE=inverse,
+    )
 
 
 def _rows(heads: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from midus.ops.blocks import ceil_div, power_of_two
 from midus.ops.headwise_memory.kernels import gather, softmax
-from midus.ops.launch import launch
+from midus.ops.launch import Constants, launch
 from midus.ops.product_key_topk.kernels import cartesian_topk, search_blocks, two_stage_topk
 from midus.ops.rotary.kernels import rotate_pairs
 
@@ -375,12 +375,21 @@ def project_token(
     position: Tensor | None,
 ) -> Tensor:
     """Queries ``[1, H, E]`` of ONE token; key and value go to slot ``position``."""
-    width, hidden_size = cos.shape[-1], hidden.shape[-1]
-    num_heads, num_kv_heads = weights[0].shape[0] // width, weights[1].shape[0] // width
+    width = cos.shape[-1]
+    num_heads, num_kv_heads = weights[0].shape[0] // width, keys.shape[1]
+    constants = _project_constants(
+        hidden.shape[-1],
+        num_heads,
+        num_kv_heads,
+        width,
+        biases[0] is not None,
+        position is not None,
+        hidden.device,
+    )
     queries = hidden.new_empty(1, num_heads, width)
     launch(
         _project_kernel,
-        (ceil_div(width // 2, PROJECT_BLOCKS["BLOCK_P"]), num_heads + 2 * num_kv_heads),
+        (ceil_div(width // 2, constants["BLOCK_P"]), num_heads + 2 * num_kv_heads),
         (
             hidden,
             norm_weight,
@@ -398,16 +407,7 @@ def project_token(
             values.stride(2),
             values.stride(1),
         ),
-        {
-            "hidden_size": hidden_size,
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "half": width // 2,
-            "HAS_BIAS": biases[0] is not None,
-            "HAS_POSITION": position is not None,
-            **_fitted(PROJECT_BLOCKS, hidden_size),
-            **_early(hidden),
-        },
+        constants,
     )
     return queries
 
@@ -417,17 +417,13 @@ def gate_token(
 ) -> Tensor:
     """``silu(W_gate norm(x)) * W_up norm(x)`` of ONE token: ``[..., I]``."""
     width, hidden_size = gate_weight.shape
+    constants = _gate_constants(hidden_size, width, hidden.device)
     out = hidden.new_empty(*hidden.shape[:-1], width)
     launch(
         _gate_kernel,
-        (ceil_div(width, GATE_BLOCKS["BLOCK_P"]),),
+        (ceil_div(width, constants["BLOCK_P"]),),
         (hidden, norm_weight, gate_weight, up_weight, out, eps),
-        {
-            "hidden_size": hidden_size,
-            "width": width,
-            **_fitted(GATE_BLOCKS, hidden_size),
-            **_early(hidden),
-        },
+        constants,
     )
     return out
 
@@ -435,35 +431,15 @@ def gate_token(
 def linear_token(inputs: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """``residual + W x`` of ONE token: ``[..., O]``."""
     out_size, in_size = weight.shape
+    constants = _linear_constants(in_size, out_size, inputs.device)
     out = torch.empty_like(residual)
-    blocks = LINEAR_BLOCKS if in_size < _LONG_LINEAR else LONG_LINEAR_BLOCKS
     launch(
         _linear_kernel,
-        (ceil_div(out_size, blocks["BLOCK_P"]),),
+        (ceil_div(out_size, constants["BLOCK_P"]),),
         (inputs, weight, residual, out),
-        {
-            "in_size": in_size,
-            "out_size": out_size,
-            **_fitted(blocks, in_size),
-            **_early(inputs),
-        },
+        constants,
     )
     return out
-
-
-def _early(like: Tensor) -> dict[str, bool]:
-    """Whether a kernel may begin before the one before it has ended, from Hopper on."""
-    is_early = like.is_cuda and _can_begin_early(like.device)
-    return {"EARLY": True, "launch_pdl": True} if is_early else {"EARLY": False}
-
-
-@functools.cache
-def _can_begin_early(device: torch.device) -> bool:
-    return gdc_wait is not None and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _fitted(blocks: dict[str, int], size: int) -> dict[str, int]:
-    return {**blocks, "BLOCK_D": min(power_of_two(size), blocks["BLOCK_D"])}
 
 
 class Parts:
@@ -475,9 +451,6 @@ class Parts:
         self.num_parts = num_parts
         self.sums = memory[: size * width]
         self.largest, self.totals = memory[size * width :].split(size)
-
-    def blocks(self) -> dict[str, int]:
-        return {"NUM_PARTS": self.num_parts, "BLOCK_S": power_of_two(self.num_parts)}
 
 
 def attend(
@@ -516,18 +489,9 @@ def attend(
             *values.stride()[:3],
             0 if mask is None else mask.stride(0),
         ),
-        {
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "width": width,
-            "NUM_PARTS": parts,
-            "HAS_MASK": mask is not None,
-            "HAS_POSITION": is_tensor,
-            "BLOCK_G": power_of_two(num_heads // num_kv_heads, 16),
-            "BLOCK_E": power_of_two(width, 16),
-            "BLOCK_L": _BLOCK_L,
-            **_early(queries),
-        },
+        _attend_constants(
+            num_heads, num_kv_heads, width, parts, mask is not None, is_tensor, queries.device
+        ),
     )
     return held
 
@@ -559,13 +523,7 @@ def attend_token(
         _combine_kernel,
         (batch * num_heads,),
         (held.sums, held.largest, held.totals, out, length if count else out),
-        {
-            "width": width,
-            "COUNT": count,
-            "BLOCK_E": power_of_two(width),
-            **held.blocks(),
-            **_early(queries),
-        },
+        _combine_constants(width, count, held.num_parts, queries.device),
     )
     return out
 
@@ -587,7 +545,6 @@ def attend_and_read(
     """``hidden`` ``[B, D]`` with the memory's correction; counts ``length`` up if a tensor."""
     held = attend(queries, keys, values, length, mask, scale)
     num_heads, num_subkeys, subkey_dim = row_keys.shape
-    head_width = value_cache.shape[2]
     is_tensor = isinstance(length, Tensor)
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     launch(
@@ -604,18 +561,111 @@ def attend_and_read(
             out,
             length if is_tensor else hidden,
         ),
-        {
-            "num_heads": num_heads,
-            "num_subkeys": num_subkeys,
-            "subkey_dim": subkey_dim,
-            "head_width": head_width,
-            "CARTESIAN": cartesian,
-            "HAS_POSITION": is_tensor,
-            "BLOCK_O": min(power_of_two(head_width, 16), 128),
-            **held.blocks(),
-            **search_blocks(num_subkeys, subkey_dim, top_k),
-            "num_warps": 2,
-            **_early(hidden),
-        },
+        _read_constants(
+            num_heads,
+            num_subkeys,
+            subkey_dim,
+            value_cache.shape[2],
+            top_k,
+            cartesian,
+            is_tensor,
+            held.num_parts,
+            hidden.device,
+        ),
     )
     return out
+
+
+@functools.cache
+def _project_constants(
+    hidden_size: int, num_heads: int, num_kv_heads: int, width: int, has_bias: bool,
+    has_position: bool, device: torch.device,
+) -> Constants:  # fmt: skip
+    return Constants(
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        half=width // 2,
+        HAS_BIAS=has_bias,
+        HAS_POSITION=has_position,
+        **_fitted(PROJECT_BLOCKS, hidden_size),
+        **_early(device),
+    )
+
+
+@functools.cache
+def _gate_constants(hidden_size: int, width: int, device: torch.device) -> Constants:
+    blocks = _fitted(GATE_BLOCKS, hidden_size)
+    return Constants(hidden_size=hidden_size, width=width, **blocks, **_early(device))
+
+
+@functools.cache
+def _linear_constants(in_size: int, out_size: int, device: torch.device) -> Constants:
+    blocks = _fitted(LINEAR_BLOCKS if in_size < _LONG_LINEAR else LONG_LINEAR_BLOCKS, in_size)
+    return Constants(in_size=in_size, out_size=out_size, **blocks, **_early(device))
+
+
+@functools.cache
+def _attend_constants(
+    num_heads: int, num_kv_heads: int, width: int, parts: int, has_mask: bool, has_position: bool,
+    device: torch.device,
+) -> Constants:  # fmt: skip
+    return Constants(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        width=width,
+        NUM_PARTS=parts,
+        HAS_MASK=has_mask,
+        HAS_POSITION=has_position,
+        BLOCK_G=power_of_two(num_heads // num_kv_heads, 16),
+        BLOCK_E=power_of_two(width, 16),
+        BLOCK_L=_BLOCK_L,
+        **_early(device),
+    )
+
+
+@functools.cache
+def _combine_constants(width: int, count: bool, parts: int, device: torch.device) -> Constants:
+    return Constants(
+        width=width,
+        COUNT=count,
+        NUM_PARTS=parts,
+        BLOCK_S=power_of_two(parts),
+        BLOCK_E=power_of_two(width),
+        **_early(device),
+    )
+
+
+@functools.cache
+def _read_constants(
+    num_heads: int, num_subkeys: int, subkey_dim: int, head_width: int, top_k: int,
+    cartesian: bool, has_position: bool, parts: int, device: torch.device,
+) -> Constants:  # fmt: skip
+    return Constants(
+        num_heads=num_heads,
+        num_subkeys=num_subkeys,
+        subkey_dim=subkey_dim,
+        head_width=head_width,
+        CARTESIAN=cartesian,
+        HAS_POSITION=has_position,
+        NUM_PARTS=parts,
+        BLOCK_S=power_of_two(parts),
+        BLOCK_O=min(power_of_two(head_width, 16), 128),
+        num_warps=2,
+        **search_blocks(num_subkeys, subkey_dim, top_k),
+        **_early(device),
+    )
+
+
+def _early(device: torch.device) -> dict[str, bool]:
+    """Whether a kernel may begin before the one before it has ended, from Hopper on."""
+    is_early = (
+        device.type == "cuda"
+        and gdc_wait is not None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
+    return {"EARLY": True, "launch_pdl": True} if is_early else {"EARLY": False}
+
+
+def _fitted(blocks: dict[str, int], size: int) -> dict[str, int]:
+    return {**blocks, "BLOCK_D": min(power_of_two(size), blocks["BLOCK_D"])}

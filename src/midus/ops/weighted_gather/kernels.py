@@ -6,13 +6,15 @@ beside this file derives what each kernel does.
 Shape letters: P bags (queries), K entries a bag, N rows of the table, R their width, M = P * K.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from midus.ops.blocks import ceil_div, power_of_two
-from midus.ops.launch import launch
+from midus.ops.launch import Constants, launch
 
 # Neighbouring rows of the table whose gradients one program accumulates in registers.
 BUCKET = 64
@@ -281,27 +283,37 @@ def table_gradient(
             num_entries,
             program_size,
         ),
-        {
-            "bag_size": slot_idx.shape[-1],
-            "width": width,
-            "BUCKET": BUCKET,
-            "BLOCK_M": 128 if grad_out.dtype != torch.float32 else 32,
-            "BLOCK_R": block_r,
-            "num_stages": 2,
-        },
+        _bucket_constants(slot_idx.shape[-1], width, grad_out.dtype),
     )
     block_s = 16 if num_slots <= 1 << 16 else BUCKET
     launch(
         _partial_sum_kernel,
         (ceil_div(num_slots, block_s), tiles),
         (buckets, partials, grad_values, num_entries, program_size, num_programs),
-        {
-            "num_slots": num_slots,
-            "width": width,
-            "BUCKET": BUCKET,
-            "BLOCK_P": power_of_two(num_programs),
-            "BLOCK_S": block_s,
-            "BLOCK_R": block_r,
-        },
+        _partial_constants(num_slots, width, power_of_two(num_programs), block_s),
     )
     return grad_values
+
+
+@functools.cache
+def _bucket_constants(bag_size: int, width: int, dtype: torch.dtype) -> Constants:
+    return Constants(
+        bag_size=bag_size,
+        width=width,
+        BUCKET=BUCKET,
+        BLOCK_M=128 if dtype != torch.float32 else 32,
+        BLOCK_R=min(power_of_two(width, 16), 128),
+        num_stages=2,
+    )
+
+
+@functools.cache
+def _partial_constants(num_slots: int, width: int, block_p: int, block_s: int) -> Constants:
+    return Constants(
+        num_slots=num_slots,
+        width=width,
+        BUCKET=BUCKET,
+        BLOCK_P=block_p,
+        BLOCK_S=block_s,
+        BLOCK_R=min(power_of_two(width, 16), 128),
+    )
