@@ -13,6 +13,7 @@ from midus.efficiency.tables import (
     blocks_of,
     decode_table,
     efficiency_table,
+    goals_table,
     headline_table,
     markers_of,
     prefill_table,
@@ -106,7 +107,7 @@ def test_blocks_replace_what_stands_between_their_markers(tmp_path):
     path = tmp_path / "efficiency-llama-3.1-8b.json"
     path.write_text(json.dumps(make_result(*ROWS)))
     readme, page = blocks_of(tmp_path)
-    assert list(page) == ["efficiency-llama-3.1-8b"]
+    assert list(page) == ["efficiency-llama-3.1-8b", "goals"]
     text = "before\n<!-- efficiency:begin -->\nold\n<!-- efficiency:end -->\nafter\n"
     written = replace_blocks(text, readme)
     assert headline_table(make_result(*ROWS)) in written
@@ -114,6 +115,26 @@ def test_blocks_replace_what_stands_between_their_markers(tmp_path):
     assert written.startswith("before\n")
     assert written.endswith("\nafter\n")
     assert replace_blocks(written, readme) == written
+
+
+def test_goals_are_ratios_of_the_rows_they_name():
+    rows = [
+        make_row("base", decode_compiled_tok_s=100.0, prefill_ms={"2048": 10.0}),
+        make_row("llama_pro", train_s_per_iter=2.0, decode_compiled_tok_s=70.0),
+        make_row("opt_deus", train_s_per_iter=1.6),
+        make_row("midus:pkm", train_s_per_iter=9.0, decode_compiled_tok_s=9.0),
+        make_row("midus:hml", train_s_per_iter=1.4, decode_compiled_tok_s=94.0, train_gb=40.0,
+                 prefill_ms={"2048": 11.0}),
+        make_row("midus:hml@top_heavy", train_s_per_iter=1.0),
+    ]  # fmt: skip
+    found = {line[0]: line[1:4] for line in cells(goals_table(make_result(*rows)))[2:]}
+    assert found["compiled decoding, x base"] == ["≥ 0.93", "0.94", "yes"]
+    assert found["compiled decoding, x Llama Pro"] == ["≥ 1", "1.34", "yes"]
+    assert found["prefill of 2,048, x base"] == ["≤ 1.11", "1.1", "yes"]
+    assert found["prefill of 8,192, x base"] == ["≤ 1.14", "-", "-"]
+    assert found["training, x Llama Pro"] == ["≤ 0.68", "0.7", "no"]
+    assert found["training, both Top-heavy, x OpT-DeUS"] == ["≤ 0.65", "0.625", "yes"]
+    assert found["training memory, GB"] == ["≤ 33", "40", "no"]
 
 
 def test_markers_without_a_result_or_an_end_are_errors():
