@@ -2,10 +2,18 @@
 
 import pytest
 import torch
-from tiny import TOLERANCE, grown, prompt_ids, relative_error
+from tiny import (
+    MEMORY,
+    TOLERANCE,
+    fill_tables,
+    grown,
+    prompt_ids,
+    relative_error,
+    tiny_base,
+)
 from transformers import DynamicCache, StaticCache
 
-from midus import MemoryConfig
+from midus import MemoryConfig, UpscaleConfig, upscale
 from midus.models import fused
 
 FAMILIES = ["llama", "mistral", "qwen2"]
@@ -153,3 +161,110 @@ def test_a_sliding_window_is_left_alone(calls):
     model = grown("mistral", sliding_window=4)
     model(prompt_ids(1))
     assert calls == {"attend": 0, "decode": 0}
+
+
+def single_token(model, cache, mask):
+    with torch.no_grad():
+        return model(torch.tensor([[5]]), attention_mask=mask, past_key_values=cache).logits
+
+
+@pytest.mark.parametrize("shape", ["heads", "flat", "float"])
+def test_masks_of_other_forms_are_left_to_the_plain_path(shape, calls, monkeypatch):
+    model = tiny().eval()
+    model.build_value_cache()
+    seen = torch.ones(1, 1, 1, 13, dtype=torch.bool)
+    seen[..., :4] = False
+    mask = {
+        "heads": seen.repeat(1, 4, 1, 1).index_fill(1, torch.tensor([1]), True),
+        "flat": seen[:, 0, 0].long(),
+        "float": torch.zeros(1, 1, 1, 13).masked_fill(~seen, torch.finfo(torch.float32).min),
+    }[shape]
+
+    def run():
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(prompt_ids(1), past_key_values=cache)
+        return single_token(model, cache, mask)
+
+    found = run()
+    assert relative_error(found, plain(monkeypatch, run)) < TOLERANCE[torch.float32]
+    assert (calls["decode"] > 0) == (shape == "flat")  # transformers makes the flat one plain
+
+
+def test_caches_that_do_more_than_hold_are_updated_by_themselves(calls):
+    updated = []
+
+    class Counting(DynamicCache):
+        def update(self, *args, **kwargs):
+            updated.append(args[2])
+            return super().update(*args, **kwargs)
+
+    model = tiny().eval()
+    model.build_value_cache()
+    cache = Counting(config=model.config)
+    decode(model, prompt_ids(1), None, cache, steps=1)
+    assert updated == [*range(6)] * 2
+    assert calls["decode"] == 0
+    offloaded = DynamicCache(config=model.config)
+    offloaded.offloading = True
+    block = model.model.layers[model.config.memory_positions[0]]
+    assert fused.cache_layer(block, {"past_key_values": offloaded}) is None
+
+
+def test_embeddings_that_are_a_slice_are_read_rightly(calls, monkeypatch):
+    model = upscale(tiny_base(), UpscaleConfig(memory=MEMORY, placement="bottom_heavy"))
+    model = fill_tables(model).eval()
+    model.build_value_cache()
+    assert model.config.memory_positions[0] == 0
+    embeds = torch.randn(2, 3, 32)
+
+    def run():
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(inputs_embeds=embeds[:, :2], past_key_values=cache)
+            return model(inputs_embeds=embeds[:, -1:], past_key_values=cache).logits
+
+    assert relative_error(run(), plain(monkeypatch, run)) < TOLERANCE[torch.float32]
+
+
+def test_gradients_can_be_listened_to(calls):
+    model, seen = tiny().train(), []
+    block = model.model.layers[model.config.memory_positions[0]]
+    block.self_attn.register_full_backward_hook(lambda *_: seen.append(1))
+    ids = prompt_ids(1)
+    model(ids, labels=ids).loss.backward()
+    assert seen == [1]
+
+
+def test_asking_for_hidden_states_once_does_not_slow_what_follows(calls):
+    model = tiny()
+    ids = prompt_ids(1)
+    attentions = model(ids, output_hidden_states=True).hidden_states
+    assert len(attentions) == len(model.model.layers) + 1
+    before = calls["attend"]
+    model(ids)
+    assert calls["attend"] == before + len(model.config.memory_positions)
+
+
+@pytest.mark.parametrize("part", ["input_layernorm", "self_attn"])
+def test_parts_that_adapters_replaced_are_called(part, calls):
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args, **kwargs):
+            seen.append(1)
+            return self.inner(*args, **kwargs)
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("inner"), name)
+
+    model, seen = tiny(), []
+    block = model.model.layers[model.config.memory_positions[0]]
+    setattr(block, part, Wrapped(getattr(block, part)))
+    model(prompt_ids(1))
+    assert seen == [1]

@@ -1,6 +1,7 @@
 """Fused blocks of the base against transformers' own, with the ops' references on a CPU."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def test_other_families_are_left_alone(family):
     assert fuse_blocks(tiny_base(family)) == 0
 
 
-@pytest.mark.parametrize("watched", ["mlp", "post_attention_layernorm", "self_attn"])
+@pytest.mark.parametrize("watched", ["mlp", "mlp.act_fn", "post_attention_layernorm", "self_attn"])
 def test_what_is_watched_is_called(watched, calls):
     model, seen = tiny("llama"), []
     fuse_blocks(model)
@@ -117,6 +118,35 @@ def test_what_is_watched_is_called(watched, calls):
     model(prompt_ids(1))
     assert seen == [1]
     assert calls["gated"] == 3
+
+
+def test_another_activation_is_computed_as_it_is(calls):
+    model = tiny("llama")
+    model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+    expected = model(prompt_ids(1)).logits
+    fuse_blocks(model)
+    assert relative_error(model(prompt_ids(1)).logits, expected) < TOLERANCE[torch.float32]
+    assert calls["gated"] == 3
+
+
+def test_one_foreign_forward_does_not_keep_the_rest_from_it(calls):
+    model = tiny("llama")
+    block = model.model.layers[1]
+    own = block.forward
+    block.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    with fused_blocks(model):
+        model(prompt_ids(1))
+    assert calls["gated"] == 3
+
+
+def test_copies_and_pickles_stay_whole(calls):
+    model = tiny("llama")
+    fuse_blocks(model)
+    expected = model(prompt_ids(1)).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other.model.layers[0].mlp.down_proj.weight.data.zero_()
+        assert not torch.equal(other(prompt_ids(1)).logits, expected)  # it has blocks of its own
+    assert torch.equal(model(prompt_ids(1)).logits, expected)
 
 
 def test_checkpointing_computes_the_same(calls):

@@ -44,3 +44,10 @@ def test_words_that_are_ruled_out_change_nothing():
 def test_nothing_is_an_empty_sum():
     empty = torch.zeros(0, 8, device=DEVICE)
     assert cross_entropy_(empty, empty.new_zeros(0, dtype=torch.long), IGNORED, "triton") == 0
+
+
+@pytest.mark.parametrize("target", [7, -1])
+def test_a_word_that_is_not_there_makes_the_loss_nan(target):
+    logits = torch.randn(3, 7, device=DEVICE)
+    targets = torch.tensor([2, target, 3], device=DEVICE)
+    assert cross_entropy_(logits, targets, IGNORED, backend="triton").isnan()

@@ -60,6 +60,10 @@ class Family:
         return self._named("modeling", "RMSNorm")
 
     @cached_property
+    def mlp_class(self) -> Any:
+        return self._named("modeling", "MLP")
+
+    @cached_property
     def rotary_class(self) -> Any:
         return self._named("modeling", "RotaryEmbedding")
 

@@ -6,6 +6,7 @@ causal language model of a supported family can be decoded so, with memory block
 """
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, GenerationMixin, StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -39,7 +40,12 @@ _UNSUITED = {
     "dola_layers": None,
     "custom_generate": None,
     "synced_gpus": False,
+    "stop_strings": None,
+    "token_healing": False,
+    "assistant_early_exit": None,
 }
+# Positions that depend on the longest one so far, which a graph cannot ask for.
+_GROWING_ROPES = ("dynamic", "longrope")
 
 
 class FastDecoder:
@@ -64,11 +70,24 @@ class FastDecoder:
         self._slots = torch.arange(max_length, device=device)
         self._real = torch.ones(batch_size, 1, 1, max_length, dtype=torch.bool, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._logits = torch.empty(0)
+        self._logits = self._captured = torch.empty(0)
+        self._tables: list[Tensor | None] = []
+        self._filled = 0
 
     @torch.no_grad()
-    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Reads prompts ``[B, T]``, padded on the left if at all; logits ``[B, vocabulary]``."""
+    def prefill(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Reads prompts ``[B, T]``; logits ``[B, vocabulary]`` of their last tokens.
+
+        Args:
+            input_ids: The prompts, padded on the left if at all.
+            attention_mask: What is no padding, ``[B, T]``.
+            position_ids: Positions, ``[B, T]``; by default those of the tokens that are no padding.
+        """
         length = input_ids.shape[1]
         if input_ids.shape[0] != len(self._ids) or length >= self.max_length:
             raise MidusError(
@@ -76,8 +95,12 @@ class FastDecoder:
                 f"{len(self._ids)} sequences of {self.max_length} tokens; make a larger one"
             )
         positions = torch.arange(length, device=input_ids.device).expand_as(input_ids)
-        if attention_mask is not None:
+        if position_ids is not None:
+            positions = position_ids.expand_as(input_ids)
+        elif attention_mask is not None:
             positions = (attention_mask.cumsum(-1) - 1).clamp_min(0)
+        if [*map(id, self._tables)] != [*map(id, _value_tables(self._model))]:
+            self._graph = None  # it reads tables that are gone or old
         # A growing cache lets attention use its fastest kernel; then it is copied.
         read: Any = DynamicCache(config=self._model.config)
         out = self._model(
@@ -100,6 +123,7 @@ class FastDecoder:
             self._real[:, 0, 0, :length] = attention_mask.bool()
         self._positions.copy_(positions[:, -1:] + 1)
         self._length.fill_(length)
+        self._filled = length
         self._logits = out.logits[:, -1].float()
         return self._logits
 
@@ -109,15 +133,25 @@ class FastDecoder:
 
         The result is overwritten by the next step. Nothing waits for the device.
         """
+        if not 0 < self._filled < self.max_length:
+            raise MidusError(
+                f"{self._filled} of {self.max_length} tokens are in the decoder's cache; prefill "
+                "it first, and make it long enough for what is to come"
+            )
         self._ids.copy_((self._logits.argmax(-1) if ids is None else ids).view(-1, 1))
-        if self._model.device.type != "cuda":
+        self._filled += 1
+        if not self._is_graphed:
             self._logits = self._forward()
             return self._logits
         if self._graph is None:
-            self._capture()
-        assert self._graph is not None
+            self._graph = self._capture()
         self._graph.replay()
-        return self._captured
+        self._logits = self._captured
+        return self._logits
+
+    @property
+    def _is_graphed(self) -> bool:
+        return bool(self._model.device.type == "cuda")
 
     @property
     def cache_bytes(self) -> int:
@@ -146,8 +180,9 @@ class FastDecoder:
         logits: Tensor = out.logits[:, -1].float()
         return logits
 
-    def _capture(self) -> None:
+    def _capture(self) -> torch.cuda.CUDAGraph:
         """Records one step. Two real ones come first, for what is made at first calls."""
+        self._tables = _value_tables(self._model)  # held, as the graph reads them
         counters = [self._positions, self._length]
         counters += [layer.cumulative_length for layer in self._cache.layers]
         before = [counter.clone() for counter in counters]
@@ -159,26 +194,35 @@ class FastDecoder:
                 for counter, value in zip(counters, before, strict=True):
                     counter.copy_(value)
         torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._captured = self._logits = self._forward()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._captured = self._forward()
+        return graph
 
 
-def generate_fast(model: Any, inputs: Tensor | None = None, **kwargs: Any) -> Tensor:
-    """``model.generate`` by graph replay: greedy or sampling, the same arguments and result.
+def _value_tables(model: Any) -> list[Tensor | None]:
+    """The value caches a graph would read, where the model has memories with such."""
+    values = model._hive_values() if hasattr(model, "_hive_values") else []
+    return [value.fresh_cache() for value in values]
+
+
+def generate_fast(model: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """``model.generate`` by graph replay: greedy or sampling, the same arguments and tokens.
 
     Where that cannot be done (no CUDA device, beams, sliding windows, ...) one warning says why
-    and the plain ``generate`` runs.
+    and the plain ``generate`` runs. Sampling may draw one more number after the end.
     """
+    names = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
+    kwargs.update(zip(names, args, strict=False))
     reason = _why_not(model) or _why_not_asked(model, kwargs)
     if reason:
         warnings.warn(f"generating without CUDA graphs: {reason}", stacklevel=2)
-        plain: Tensor = model.generate(inputs, **kwargs)
+        plain: Tensor = model.generate(**kwargs)
         return plain
+    kwargs.pop("custom_generate", None)
     # A streamer gets the prompt from `generate`, which does not hand it on to loops of others.
     loop = functools.partial(_decode, streamer=kwargs.get("streamer"))
-    with _value_caches(model):
-        result: Tensor = model.generate(inputs, custom_generate=loop, **kwargs)
+    result: Tensor = model.generate(custom_generate=loop, **kwargs)
     return result
 
 
@@ -192,7 +236,7 @@ class Difference(NamedTuple):
 
 
 def first_difference(model: Any, input_ids: Tensor, max_new_tokens: int) -> Difference | None:
-    """Decodes one prompt greedily both ways; None if all tokens are the same.
+    """Decodes one prompt greedily both ways; None if all tokens that both made are the same.
 
     Args:
         model: A causal language model.
@@ -232,7 +276,7 @@ def _decode(
     has_eos = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
     unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     late = _LateFlag(input_ids.device)
-    logits = decoder.prefill(input_ids, mask)
+    logits = decoder.prefill(input_ids, mask, model_kwargs.get("position_ids"))
     while True:
         scores = logits_processor(input_ids, logits.clone())
         if generation_config.do_sample:
@@ -318,20 +362,6 @@ def _token_attention(model: Any) -> Iterator[None]:
         model.config._attn_implementation = before
 
 
-@contextmanager
-def _value_caches(model: Any) -> Iterator[None]:
-    """While open, the model has value caches, if it is of the kind and they were not there."""
-    values = model._hive_values() if hasattr(model, "_hive_values") else []
-    missing = [value for value in values if value.value_cache is None]
-    for value in values:
-        value.build_cache()
-    try:
-        yield
-    finally:
-        for value in missing:
-            value.drop_cache()
-
-
 def _why_not(model: Any) -> str:
     """What about the model keeps graphs from it; empty if nothing does."""
     if model.device.type != "cuda":
@@ -345,16 +375,22 @@ def _why_not(model: Any) -> str:
     layers = StaticCache(config=model.config, max_cache_len=1).layers
     if any(type(layer) is not StaticLayer for layer in layers):
         return "some of its blocks attend to a window only"
+    attention = model.config._attn_implementation
+    if attention != "sdpa":
+        return f"its attention is {attention!r}, and graphs are for 'sdpa'"
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _GROWING_ROPES:
+        return f"its positions are {rope['rope_type']!r}, which change as the text grows"
     return ""
 
 
 def _why_not_asked(model: Any, kwargs: dict[str, Any]) -> str:
-    """Which of ``generate``'s arguments does."""
-    config = kwargs.get("generation_config") or model.generation_config
+    """Which of ``generate``'s arguments does, or of the settings that stand in for them."""
+    configs = (kwargs.get("generation_config"), model.generation_config)
     for name, plain in _UNSUITED.items():
-        asked = kwargs[name] if name in kwargs else getattr(config, name, None)
+        said = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
+        asked = next((value for value in said if value is not None), None)
         if asked is not None and asked != plain:
-            return (
-                f"{name}={asked!r} was asked for" if isinstance(asked, bool | int | str) else name
-            )
+            shown = f"={asked!r}" if isinstance(asked, bool | int | str) else ""
+            return f"{name}{shown} was asked for"
     return ""

@@ -7,17 +7,19 @@ one, which is what decoding is made of. Where something does not fit, the plain 
 `fused_base.py` does the same for blocks of the base.
 """
 
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import output_capturing
 
 from midus.memory.hive import HiveValues
 from midus.memory.hml import HeadwiseMemory
-from midus.models.families import find_family
+from midus.models.families import FAMILIES, find_family
 from midus.ops import attend_and_read, project_token, rotate_heads
 
 _DEVICES = frozenset({"cuda"})
@@ -40,12 +42,25 @@ def suits(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> bool:
         block.input_layernorm,
         kwargs.get("position_embeddings"),
     )
+    attention_classes, norm_classes = _llama_classes()
     return (
         positions is not None
+        and type(attention) in attention_classes
+        and type(norm) in norm_classes
         and positions[0].shape[-1] == attention.head_dim
         and norm.weight.dtype == hidden_states.dtype == positions[0].dtype
         and attention.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
         and not (is_watched(attention) or is_watched(norm))
+    )
+
+
+@functools.cache
+def _llama_classes() -> tuple[frozenset[type], frozenset[type]]:
+    """Attention and norm classes that compute what Llama's do; adapters put others in place."""
+    families = [family for family in FAMILIES.values() if family.has_llama_attention]
+    return (
+        frozenset(family.attention_class for family in families),
+        frozenset(family.norm_class for family in families),
     )
 
 
@@ -95,7 +110,7 @@ def decode_step(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> Te
     attention, memory = block.self_attn, block.memory
     table, layer = memory.values.fresh_cache(), cache_layer(block, kwargs)
     mask = kwargs.get("attention_mask")
-    if table is None or layer is None or not (mask is None or mask.dtype == torch.bool):
+    if table is None or layer is None or not is_plain_mask(mask):
         return None
     is_static = type(layer) is StaticLayer
     length: int | Tensor
@@ -128,15 +143,30 @@ def decode_step(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> Te
 
 
 def cache_layer(block: Any, kwargs: dict[str, Any]) -> Any:
-    """The block's part of the cache, if it is one that the kernels know and has been used."""
+    """The block's part of the cache, if it is one that the kernels know and has been used.
+
+    Caches that do more than hold (move layers in and out, say) are left to themselves.
+    """
     cache, index = kwargs.get("past_key_values"), block.self_attn.layer_idx
-    layer: Any = None if cache is None or len(cache.layers) <= index else cache.layers[index]
+    if cache is None or type(cache).update is not Cache.update or cache.offloading:
+        return None
+    layer: Any = cache.layers[index] if len(cache.layers) > index else None
     known = type(layer) in (DynamicLayer, StaticLayer) and layer.is_initialized
     return layer if known else None
 
 
+def is_plain_mask(mask: Any) -> bool:
+    """Whether there is none, or it says of each slot whether it counts, to all heads alike."""
+    return mask is None or (
+        isinstance(mask, Tensor)
+        and mask.dtype == torch.bool
+        and mask.dim() == 4
+        and mask.shape[1] == 1
+    )
+
+
 def seen_slots(mask: Tensor | None, hidden_states: Tensor) -> Tensor | None:
-    """The mask of a single query as ``[B, L]``."""
+    """A plain mask of a single query as ``[B, L]``."""
     return None if mask is None else mask[:, 0, 0].expand(len(hidden_states), -1)
 
 
@@ -229,4 +259,21 @@ def is_plain_linear(module: Any, hidden_states: Tensor) -> bool:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether somebody listens to the module's calls or has put another function in its place."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+    hooks = module._forward_hooks
+    return bool(
+        (hooks and not _are_idle(hooks))
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def _are_idle(hooks: Any) -> bool:
+    """Whether hooks are transformers' own for attention weights, never taken off, and rest."""
+    collector = getattr(output_capturing, "_active_collector", None)
+    return (
+        collector is not None
+        and "attentions" not in (collector.get() or {})
+        and all(hook.__module__ == output_capturing.__name__ for hook in hooks.values())
+    )

@@ -6,13 +6,13 @@ each way, whatever method the model has grown by; for one token over a static ca
 is six kernels. Weights, names and checkpoints stay as they are.
 """
 
-import types
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 from transformers.cache_utils import StaticLayer
 
 from midus.models.families import find_family
@@ -24,6 +24,7 @@ from midus.models.fused import (
     is_llama_like,
     is_one_token,
     is_plain_linear,
+    is_plain_mask,
     is_watched,
     project_one,
     seen_slots,
@@ -39,21 +40,22 @@ def fuse_blocks(model: Any) -> int:
     """
     blocks = [block for block in model.model.layers if _can_be_fused(block, model.config)]
     for block in blocks:
-        block.forward = types.MethodType(_forward, block)
+        # A bound method would be pickled by its name, which the block's class does not have.
+        block.forward = functools.partial(_forward, block)
     return len(blocks)
 
 
 def unfuse_blocks(model: Any) -> None:
     """Gives every block its own forward back."""
     for block in model.model.layers:
-        if getattr(block.__dict__.get("forward"), "__func__", None) is _forward:
+        if _is_fused(block):
             del block.forward
 
 
 @contextmanager
 def fused_blocks(model: Any) -> Iterator[None]:
     """`fuse_blocks` while open, unless it was done before."""
-    was_fused = any("forward" in block.__dict__ for block in model.model.layers)
+    was_fused = any(_is_fused(block) for block in model.model.layers)
     if not was_fused:
         fuse_blocks(model)
     try:
@@ -63,20 +65,23 @@ def fused_blocks(model: Any) -> Iterator[None]:
             unfuse_blocks(model)
 
 
+def _is_fused(block: Any) -> bool:
+    return getattr(block.__dict__.get("forward"), "func", None) is _forward
+
+
 def _can_be_fused(block: Any, config: Any) -> bool:
     return (
         type(block) is find_family(config.model_type).block_class
         and "forward" not in block.__dict__
         and is_llama_like(config, block.self_attn)
-        and config.hidden_act == "silu"
     )
 
 
 def _forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
     """As the family's block, which takes these by the same names."""
-    after, mlp = self.post_attention_layernorm, self.mlp
-    if not suits(self, hidden_states, kwargs) or is_watched(after) or is_watched(mlp):
+    if not (suits(self, hidden_states, kwargs) and _has_plain_ffn(self)):
         return type(self).forward(self, hidden_states, **kwargs)
+    after, mlp = self.post_attention_layernorm, self.mlp
     if len(hidden_states) == 1 and is_one_token(hidden_states):
         decoded = _decode_step(self, hidden_states, kwargs)
         if decoded is not None:
@@ -91,7 +96,7 @@ def _decode_step(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> T
     layer, mask = cache_layer(block, kwargs), kwargs.get("attention_mask")
     attention, norm, mlp = block.self_attn, block.post_attention_layernorm, block.mlp
     linears = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if type(layer) is not StaticLayer or not (mask is None or mask.dtype == torch.bool):
+    if type(layer) is not StaticLayer or not is_plain_mask(mask):
         return None
     if not can_stream(block, hidden_states) or not all(
         _is_plain(linear, hidden_states) for linear in linears
@@ -114,6 +119,18 @@ def _decode_step(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> T
         hidden_states, norm.weight, norm.variance_epsilon, mlp.gate_proj.weight, mlp.up_proj.weight
     )
     return linear_token(opened, mlp.down_proj.weight, hidden_states)
+
+
+def _has_plain_ffn(block: Any) -> bool:
+    """Whether norm and FFN are the family's, with SiLU, and nobody watches them."""
+    family = find_family(block.self_attn.config.model_type)
+    after, mlp = block.post_attention_layernorm, block.mlp
+    return (
+        type(after) is family.norm_class
+        and type(mlp) is family.mlp_class
+        and type(mlp.act_fn) in (SiLUActivation, nn.SiLU)
+        and not (is_watched(after) or is_watched(mlp) or is_watched(mlp.act_fn))
+    )
 
 
 def _is_plain(linear: nn.Module, hidden_states: Tensor) -> bool:

@@ -96,16 +96,17 @@ class MidusForCausalLMMixin(MidusPreTrainedMixin):
         if fast:
             return generate_fast(self, *args, **kwargs)
         generate = super().generate  # type: ignore[misc]  # GenerationMixin's
-        is_cached = any(values.value_cache is not None for values in self._hive_values())
+        missing = [values for values in self._hive_values() if values.fresh_cache() is None]
         is_training = self.training  # type: ignore[attr-defined]  # nn.Module's
-        if is_training or not (is_cached or self._caches_fit()):
+        if is_training or not (missing and self._caches_fit()):
             return generate(*args, **kwargs)
-        self.build_value_cache()
         try:
+            for values in missing:
+                values.build_cache()
             return generate(*args, **kwargs)
         finally:
-            if not is_cached:
-                self.drop_value_cache()
+            for values in missing:
+                values.drop_cache()
 
     def _caches_fit(self) -> bool:
         """Whether value caches would take less than half of what a CUDA device has free."""

@@ -218,7 +218,7 @@ def rotate_heads(
         _check_shape(name, tensor, (*tensor.shape[:1], *queries.shape[1:2], queries.shape[3]))
     # Compilers fuse the plain version by themselves. Under autocast the angles alone are wider.
     angles = (queries.dtype, torch.float32)
-    plain = torch.compiler.is_compiling() or queries.dtype != keys.dtype or cos.dtype not in angles
+    plain = not _is_real(queries) or queries.dtype != keys.dtype or cos.dtype not in angles
     if plain or not _use_triton(backend, queries, keys, cos, sin):
         return _rotary.rotate_heads(queries, keys, cos, sin)
     from midus.ops.rotary import kernels
@@ -337,9 +337,9 @@ def linear_token(
     """``residual + W x`` of one token; no gradient.
 
     Args:
-        inputs: ``[..., I]`` of one token, contiguous.
+        inputs: ``[..., I]`` of one token.
         weight: ``[O, I]``, contiguous.
-        residual: ``[..., O]``, contiguous.
+        residual: ``[..., O]``.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
@@ -364,7 +364,7 @@ def gated(gate: Tensor, up: Tensor, backend: Backend = "auto") -> Tensor:
         The same shape.
     """
     _check_shape("up", up, tuple(gate.shape))
-    plain = torch.compiler.is_compiling() or gate.dtype != up.dtype
+    plain = not _is_real(gate) or gate.dtype != up.dtype
     if plain or not _use_triton(backend, gate, up):
         return _gated.gated(gate, up)
     from midus.ops.gated import kernels
@@ -389,7 +389,7 @@ def cross_entropy_(
     Returns:
         The sum, in float32 or wider.
     """
-    if not _use_triton(backend, logits):
+    if not (_is_real(logits) and _use_triton(backend, logits)):
         return _cross_entropy.cross_entropy_(logits, targets, ignored)
     from midus.ops.cross_entropy import kernels
 
@@ -493,6 +493,11 @@ def _use_triton(backend: str, *tensors: Tensor) -> bool:
             "use backend='auto'"
         )
     return True
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """Whether a kernel can be launched on it: no compiler's stand-in, no subclass."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
 
 
 def _suits(device: torch.device) -> bool:

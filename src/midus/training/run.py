@@ -279,6 +279,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _refuse_other_options(old: dict[str, Any], new: dict[str, Any], run: Path) -> None:
     before, now = _flat(old), _flat(new)
+    before.setdefault("fused_blocks", False)  # what runs had that were begun without the option
     for flat in (before, now):
         flat["model"] = source_id(flat["model"])  # one place by two names is one place
     free = set(_FREE)

@@ -20,6 +20,10 @@ def _cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * stride_row
     target = tl.load(targets + row)
+    counts = target != IGNORED
+    # A word that is not there has no loss; before the gradient overwrites the row.
+    exists = (target >= 0) & (target < width)
+    wanted = tl.load(line + target, mask=counts & exists, other=float("nan")).to(tl.float32)
     best = -float("inf")
     total = 0.0
     for start in range(0, width, BLOCK):
@@ -30,8 +34,6 @@ def _cross_entropy_kernel(
         base = tl.where(new_best == -float("inf"), 0.0, new_best)
         total = total * tl.exp(best - base) + tl.sum(tl.exp(z - base))
         best = new_best
-    counts = target != IGNORED
-    wanted = tl.load(line + target, mask=counts, other=0.0).to(tl.float32)
     tl.store(losses + row, tl.where(counts, tl.log(total) + best - wanted, 0.0))
     for start in range(0, width, BLOCK):
         word = start + tl.arange(0, BLOCK)

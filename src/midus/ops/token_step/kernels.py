@@ -64,7 +64,7 @@ def _project_kernel(
     head = tl.program_id(1)
     is_query = head < num_heads
     is_value = head >= num_heads + num_kv_heads
-    own = tl.where(is_query, head, (head - num_heads) % num_kv_heads)
+    own = tl.where(is_query, head, (head - num_heads) % num_kv_heads).to(tl.int64)
     weight = tl.where(is_query, query_weight, tl.where(is_value, value_weight, key_weight))
     pair = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     d = tl.arange(0, BLOCK_D)
@@ -193,7 +193,7 @@ def _attend_kernel(
 ):  # fmt: skip
     """One part of the cache for the heads that share a key-value head."""
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
-    kv_head = tl.program_id(0) % num_kv_heads
+    kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     part = tl.program_id(1)
     _begin(EARLY)
     if HAS_POSITION:
@@ -386,6 +386,7 @@ def project_token(
         position is not None,
         hidden.device,
     )
+    hidden, cos, sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
     queries = hidden.new_empty(1, num_heads, width)
     launch(
         _project_kernel,
@@ -418,6 +419,7 @@ def gate_token(
     """``silu(W_gate norm(x)) * W_up norm(x)`` of ONE token: ``[..., I]``."""
     width, hidden_size = gate_weight.shape
     constants = _gate_constants(hidden_size, width, hidden.device)
+    hidden = hidden.contiguous()
     out = hidden.new_empty(*hidden.shape[:-1], width)
     launch(
         _gate_kernel,
@@ -432,6 +434,7 @@ def linear_token(inputs: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """``residual + W x`` of ONE token: ``[..., O]``."""
     out_size, in_size = weight.shape
     constants = _linear_constants(in_size, out_size, inputs.device)
+    inputs, residual = inputs.contiguous(), residual.contiguous()
     out = torch.empty_like(residual)
     launch(
         _linear_kernel,
@@ -470,6 +473,8 @@ def attend(
     parts = num_parts(batch * num_kv_heads, num_slots)
     held = Parts(batch, num_heads, width, parts, queries)
     is_tensor = isinstance(length, Tensor)
+    if mask is not None and mask.stride(-1) != 1:
+        mask = mask.contiguous()
     launch(
         _attend_kernel,
         (batch * num_kv_heads, parts),
@@ -544,6 +549,7 @@ def attend_and_read(
 ) -> Tensor:
     """``hidden`` ``[B, D]`` with the memory's correction; counts ``length`` up if a tensor."""
     held = attend(queries, keys, values, length, mask, scale)
+    hidden = hidden.contiguous()
     num_heads, num_subkeys, subkey_dim = row_keys.shape
     is_tensor = isinstance(length, Tensor)
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
