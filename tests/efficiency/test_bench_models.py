@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tiny import save_base
 
 COLUMNS = {
     "method", "memory", "placement", "label", "params_trainable", "params_total", "train_gb",
@@ -76,6 +77,17 @@ def test_paper_columns_are_the_papers_and_phases_can_be_left_out(midus, tmp_path
     assert "decode_eager" in json.loads(path.read_text())["protocol"]["skip"]
 
 
+def test_a_shape_is_itself_even_beside_a_folder_of_its_name(midus, tmp_path, monkeypatch):
+    save_base(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    options = ("--methods", "base", "--skip", "train,decode,prefill", "--device", "cpu")
+    counts = []
+    for target in (("--shape", "tiny"), ("--model", "tiny")):
+        assert midus("bench", "efficiency", *target, *options, "--json", "out.json").code == 0
+        counts.append(json.loads((tmp_path / "out.json").read_text())["rows"][0]["params_total"])
+    assert counts[0] == 164_416 != counts[1]
+
+
 def test_prefill_shows_the_change_against_dus(midus, tmp_path):
     path = tmp_path / "prefill.json"
     result = midus(
@@ -140,8 +152,13 @@ def test_decode_has_a_row_for_every_batch_and_context(midus, tmp_path):
         ("efficiency", ["--skip", "sleep"], "skip='sleep'"),
         ("efficiency", ["--dtype", "int8"], "dtype='int8'"),
         ("efficiency", ["--device", "tpu"], "device='tpu'"),
+        ("efficiency", ["--json", "out.png"], "must end in .json"),
+        ("efficiency", ["--json", "/proc/none/out.json"], "cannot be written"),
+        ("efficiency", ["--methods", "midus:hml,midus@distributed"], "twice"),
+        ("efficiency", ["--methods", "base", "--hf-compiled", "llama_pro"], "methods does not"),
         ("prefill", ["--prompts", "0"], "prompts='0'"),
         ("sweep", ["--over", "depth"], "over='depth'"),
+        ("sweep", ["--over", "batch", "--micro-batch", "2"], "micro_batch=2"),
         ("sweep", ["--over", "top_k", "--values", "x"], "values='x'"),
         ("sweep", ["--over", "top_k", "--values", "65"], "top_k=65 is more than"),
         ("sweep", ["--over", "placement", "--values", "middle"], "placement='middle'"),

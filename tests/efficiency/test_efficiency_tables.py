@@ -117,6 +117,21 @@ def test_blocks_replace_what_stands_between_their_markers(tmp_path):
     assert replace_blocks(written, readme) == written
 
 
+def test_a_figure_that_wavers_has_its_spread_and_no_ratio():
+    rows = [
+        make_row("base", train_s_per_iter=1.0, train_s_spread=0.01, decode_eager_tok_s=50.0),
+        make_row("llama_pro", train_s_per_iter=1.0, train_s_spread=0.3, decode_eager_tok_s=40.0,
+                 decode_eager_spread=1.0),
+        make_row("midus:hml", train_s_per_iter=0.5, train_s_spread=0.01, decode_eager_tok_s=45.0,
+                 decode_eager_spread=9.0),
+    ]  # fmt: skip
+    lines = cells(efficiency_table(make_result(*rows)))
+    eager = lines[0].index("eager tok/s (x base)")
+    train = lines[0].index("train s/iter (x Llama Pro)")
+    assert [line[train] for line in lines[2:]] == ["1.00 (1.00x)", "1.00 ± 0.30", "0.50 (0.50x)"]
+    assert [line[eager] for line in lines[2:]] == ["50.0 (1.00x)", "40.0 (0.80x)", "45.0 ± 9.0"]
+
+
 def test_goals_are_ratios_of_the_rows_they_name():
     rows = [
         make_row("base", decode_compiled_tok_s=100.0, prefill_ms={"2048": 10.0}),

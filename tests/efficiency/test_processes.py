@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_interrupting_the_parent_ends_the_process():
 def jobs(*methods):
     protocol = make_protocol("cpu")
     return [
-        Job(target="tiny", points=(Point(subject=s, protocol=protocol, labels={}),))
+        Job(target="tiny", is_shape=True, points=(Point(subject=s, protocol=protocol, labels={}),))
         for s in parse_subjects(",".join(methods))
     ]
 
@@ -100,6 +101,23 @@ def test_a_run_goes_on_after_a_process_died(monkeypatch):
     assert rows[1]["train_gb"] is None
     assert rows[2]["train_gb"] == 1.0  # what it had measured before
     assert kept[-1] == 4
+
+
+def test_points_a_dead_process_did_not_come_to_are_rows_too(monkeypatch):
+    (job,) = jobs("base")
+    point = job.points[0]
+    job = replace(job, points=tuple(replace(point, labels={"value": v}) for v in (1, 2, 3)))
+
+    def run(function, job, receive):
+        receive("rows", [empty_row(job.points[0]), empty_row(job.points[1])])
+        return "the process ended with code 1"
+
+    monkeypatch.setattr(runs, "run_in_process", run)
+    rows, _ = runs.run_jobs([job], lambda *_: None)
+    assert [row["value"] for row in rows] == [1, 2, 3]
+    assert [row["errors"].get("process") for row in rows] == [
+        None, "the process ended with code 1", "the process ended before this row",
+    ]  # fmt: skip
 
 
 def test_a_real_death_leaves_the_rows_it_had_sent(monkeypatch):

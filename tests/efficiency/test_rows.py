@@ -31,7 +31,10 @@ def _quick_collections():
 
 def run(*points):
     sent = []
-    run_job(Job(target="tiny", points=points), lambda kind, content: sent.append((kind, content)))
+    run_job(
+        Job(target="tiny", is_shape=True, points=points),
+        lambda kind, content: sent.append((kind, content)),
+    )
     assert sent[0][0] == "hardware"
     return [content for kind, content in sent if kind == "rows"][-1], sent
 

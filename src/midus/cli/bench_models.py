@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from midus.cli.bench_run import BenchRun
+from midus.errors import MidusError
 
 _Shape = Annotated[
     str, typer.Option(help="Built-in shape; default: llama-3.1-8b on a GPU, tiny on a CPU.")
@@ -73,6 +74,9 @@ def efficiency(
         skip=parse_skip(skip),
     )
     compiled = parse_subjects(hf_compiled) if hf_compiled else []
+    measured = parse_subjects(methods or PAPER_METHODS)
+    if left_out := [subject.label for subject in compiled if subject not in measured]:
+        raise MidusError(f"hf_compiled names {left_out[0]}, which methods does not; add it there")
     run.measure(
         methods or PAPER_METHODS,
         lambda subject: (
@@ -136,6 +140,10 @@ def sweep(
     from midus.efficiency.protocol import make_protocol
     from midus.efficiency.sweeps import default_methods, default_values, sweep_points
 
+    if over == "batch" and micro_batch != 1:
+        raise MidusError(
+            f"micro_batch={micro_batch} follows from the values of a sweep over batch; leave it out"
+        )
     protocol = make_protocol(
         run.device,
         dtype=dtype,

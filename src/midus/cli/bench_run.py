@@ -1,8 +1,11 @@
 """What the commands of `midus bench` that measure models share: target, processes, result files."""
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import typer
 
 from midus.errors import MidusError
 
@@ -27,7 +30,7 @@ class BenchRun:
         start_server()  # it imports while this process does
         from midus.cli import console
         from midus.efficiency.hardware import pick_device_type
-        from midus.models.shapes import SHAPES
+        from midus.models.shapes import SHAPES, shape_config
         from midus.upscaling.inspect import target_config
 
         console.quieten_libraries()
@@ -36,7 +39,10 @@ class BenchRun:
         if shape and shape not in SHAPES:
             raise MidusError(f"shape {shape!r} is unknown; choose one of {', '.join(SHAPES)}")
         self.target = shape or model or ("llama-3.1-8b" if self.device == "cuda" else "tiny")
-        self.base_config = target_config(self.target)
+        self.is_shape = not model
+        self.base_config = (
+            shape_config(self.target) if self.is_shape else target_config(self.target)
+        )
         self.rows: list[dict[str, Any]] = []
 
     def measure(
@@ -61,13 +67,15 @@ class BenchRun:
         from midus.efficiency.training_step import SETTINGS
         from midus.reports import write_result
 
-        path = json_path or Path("bench") / f"{self.name}-{Path(self.target).name}.json"
-        if path.is_dir():
-            raise MidusError(f"json={path} is a folder; give the name of a file")
-        jobs = [Job(target=self.target, points=points(s)) for s in parse_subjects(methods)]
+        jobs = [
+            Job(target=self.target, is_shape=self.is_shape, points=points(subject))
+            for subject in parse_subjects(methods)
+        ]
         for job in jobs:
             for subject in dict.fromkeys(point.subject for point in job.points):
                 subject.grown_config(self.base_config)
+        path = json_path or Path("bench") / f"{self.name}-{self._short_name()}.json"
+        _refuse_unwritable(path)
         shared = {"base": self.target, **protocol.to_dict(), **SETTINGS}
         with console.err.status("starting") as status:
             self.rows, hardware = run_jobs(
@@ -97,9 +105,36 @@ class BenchRun:
         try:
             plot(self.rows, picture, self._title)
             console.out.print(f"wrote {self._path} and {picture}", style="dim")
-        except ImportError:
+        except (ImportError, OSError) as error:
             console.out.print(f"wrote {self._path}", style="dim")
-            console.err.print("no picture: matplotlib is missing; pip install matplotlib")
+            missing = "matplotlib is missing; pip install matplotlib"
+            reason = missing if isinstance(error, ImportError) else str(error)
+            console.err.print(f"no picture: {reason}")
+        if any("process" in row["errors"] for row in self.rows):
+            raise typer.Exit(1)
+
+    def _short_name(self) -> str:
+        """How result files call the base: a folder by its name, a hub id with its owner."""
+        folder = Path(self.target)
+        if self.is_shape or not folder.exists():
+            return self.target.replace("/", "--")
+        return folder.resolve().name
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """Finds out before anything is measured that the result could not be kept."""
+    if path.suffix != ".json":
+        raise MidusError(f"json={path} must end in .json; the picture goes beside it as .png")
+    if path.is_dir():
+        raise MidusError(f"json={path} is a folder; give the name of a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise MidusError(
+            f"json={path} cannot be written ({error.strerror}); choose another place"
+        ) from error
 
 
 def _show(status: Any, phase: str) -> None:

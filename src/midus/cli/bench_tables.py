@@ -7,7 +7,14 @@ from rich.table import Table
 
 from midus.cli import console
 from midus.efficiency.paper import paper_row
-from midus.efficiency.ratios import difference_of, find_row, ratio_of, value_of, with_ratio
+from midus.efficiency.ratios import (
+    difference_of,
+    find_row,
+    noise_of,
+    ratio_of,
+    value_of,
+    with_ratio,
+)
 
 Row = dict[str, Any]
 
@@ -18,6 +25,9 @@ def print_efficiency(rows: list[Row], paper_target: str | None) -> None:
     papers = {id(row): paper_row(paper_target, row) for row in rows if paper_target}
 
     def cell(row: Row, column: str, digits: int, key: str | None = None, by: Any = base) -> str:
+        noise = noise_of(row, column, key)
+        if noise is not None:
+            return f"{value_of(row, column, key):,.{digits}f} ± {noise:,.{digits}f}"
         return with_ratio(value_of(row, column, key), ratio_of(row, by, column, key), digits)
 
     def printed(row: Row, *columns: str) -> list[str]:

@@ -9,6 +9,7 @@ def release(device: torch.device) -> None:
     """Frees what nothing refers to any more, on the device too."""
     gc.collect()
     if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # one a stream, which would count in what follows
         torch.cuda.empty_cache()
 
 

@@ -34,6 +34,12 @@ def random_prompt(model: Any, batch: int, length: int, device: torch.device) -> 
 
 
 @torch.no_grad()
+def warm_up(model: Any, prompt: int, device: torch.device) -> None:
+    """Reads a prompt of that many tokens, untimed."""
+    model(input_ids=random_prompt(model, 1, prompt, device), use_cache=True, logits_to_keep=1)
+
+
+@torch.no_grad()
 def measure_prefill(
     model: Any, prompt: int, device: torch.device, warmup: int, runs: int
 ) -> dict[str, Any]:
@@ -46,7 +52,8 @@ def measure_prefill(
         token: Tensor = logits[:, -1].argmax(-1)
         return token
 
-    runs = min(runs, _LONG_RUNS) if prompt >= _LONG_PROMPT else runs
+    if prompt >= _LONG_PROMPT:
+        runs, warmup = min(runs, _LONG_RUNS), min(warmup, 1)
     seconds = time_runs(prefill, device, runs, warmup)
     return {
         "ms": statistics.median(seconds) * 1e3,

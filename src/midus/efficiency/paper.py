@@ -1,7 +1,7 @@
 """The paper's efficiency figures: one NVIDIA RTX 6000 Blackwell, a column of their own beside ours.
 
-Table "Efficiency for Llama-3.1-8B" and, for Llama-3.2-1B, the training columns of the table of
-placement policies.
+Table "Efficiency for Llama-3.1-8B". Its table of placement policies times Llama-3.2-1B at another
+batch size, which does not belong beside these.
 """
 
 from typing import Any, NamedTuple
@@ -29,11 +29,6 @@ PAPER: dict[str, dict[tuple[str, str | None, str | None], PaperRow]] = {
         ("midus", "pkm", "distributed"): PaperRow(1.21, 9.24, 48.3, 22.5, 9.88, 47.3),
         ("midus", "ultramem", "distributed"): PaperRow(1.29, 9.32, 56.9, 23.6, 8.56, 36.9),
         ("midus", "hml", "distributed"): PaperRow(0.42, 8.45, 34.8, 20.1, 5.05, 50.5),
-    },
-    "llama-3.2-1b": {
-        ("midus", "hml", "top_heavy"): PaperRow(None, None, 24.1, None, 3.89, None),
-        ("midus", "hml", "distributed"): PaperRow(None, None, 28.0, None, 4.56, None),
-        ("midus", "hml", "bottom_heavy"): PaperRow(None, None, 28.6, None, 4.67, None),
     },
 }
 

@@ -67,7 +67,7 @@ def plot_prefill(rows: list[Row], path: Path, title: str) -> None:
         axes[1].set_title("Prefill time")
         for axis in axes:
             _plain_ticks(axis, measured)
-        axes[1].legend(fontsize=8)
+        _legend(axes[1])
 
 
 def plot_sweep(rows: list[Row], path: Path, title: str) -> None:
@@ -94,13 +94,18 @@ def plot_sweep(rows: list[Row], path: Path, title: str) -> None:
                 axis.plot(lost, [0] * len(lost), "x", color=style["color"], clip_on=False)
             axis.set(xlabel=over, ylim=(0, None), xticks=range(len(values)), xticklabels=values)
             axis.set_title(name)
-        axes[0].legend(fontsize=8)
+        _legend(axes[0])
+
+
+def _legend(axis: Any) -> None:
+    if axis.get_legend_handles_labels()[0]:  # nothing was measured: matplotlib would complain
+        axis.legend(fontsize=8)
 
 
 def _swept_value(row: Row) -> str:
     # One anchor schedule under two names: its copies stand after, its memory blocks before.
-    value = row["value"]
-    return "distributed" if value == "llama_pro" else str(value)
+    is_copies = row["memory"] is None
+    return "distributed" if is_copies and row["value"] == "llama_pro" else str(row["value"])
 
 
 def plot_decode(rows: list[Row], path: Path, title: str) -> None:
@@ -120,7 +125,7 @@ def plot_decode(rows: list[Row], path: Path, title: str) -> None:
             place.set(xscale="log", yscale="log", xlabel="batch", ylabel="tokens/s")
             _plain_ticks(place, sorted({row["batch"] for row in rows}))
             place.set_title(f"{context:,} tokens in the cache (dashed: eager)")
-        axes[0].legend(fontsize=8)
+        _legend(axes[0])
 
 
 def _bars(axes: Any, rows: list[Row], name: str, column: str, key: str | None) -> None:

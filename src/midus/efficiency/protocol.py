@@ -34,7 +34,8 @@ class Protocol:
     """Iterations before the timed ones; the first makes the optimizer's states."""
     prompts: tuple[int, ...] = (128, 512, 2048, 8192)
     """Prompt lengths of prefill."""
-    prefill_warmup: int = 2
+    prefill_warmup: int = 5
+    """Runs of a prompt before the timed ones; one of a prompt of 8,192 tokens or more."""
     prefill_runs: int = 5
     """Timed runs of a prompt under 8,192 tokens; 3 of a longer one."""
     decode_prompt: int = 128
@@ -121,7 +122,7 @@ def parse_skip(text: str) -> tuple[str, ...]:
     for part in (part.strip() for part in text.split(",") if part.strip()):
         if part == "decode":
             skipped += _GENERATING
-        elif part in PHASES:
+        elif part in (*PHASES, *_GENERATING):
             skipped.append(part)
         else:
             known = ", ".join((*PHASES, "decode"))

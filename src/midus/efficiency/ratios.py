@@ -35,6 +35,20 @@ def difference_of(row: Row, reference: Row | None, column: str, key: str) -> flo
     return None if value is None or other is None else value - other
 
 
+_NOISE = 0.1
+
+
+def noise_of(row: Row, column: str, key: str | None = None) -> float | None:
+    """The spread of a figure where it is more than a tenth of it, and a ratio would say little."""
+    spread = {
+        "train_s_per_iter": "train_s_spread",
+        "prefill_ms": "prefill_spread_ms",
+    }.get(column, column.replace("_tok_s", "_spread"))
+    value = value_of(row, column, key)
+    width = None if spread == column else value_of(row, spread, key)
+    return width if value and width and width > _NOISE * value else None
+
+
 def with_ratio(value: float | None, ratio: float | None, digits: int) -> str:
     """``5.05 (0.73x)``, a figure alone, or a dash."""
     if value is None:

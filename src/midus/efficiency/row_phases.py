@@ -20,7 +20,12 @@ from midus.efficiency.subjects import Subject
 from midus.models.record import set_trainable
 
 # How other parts of CUDA say it: cuBLAS handles and captured graphs have errors of their own.
-_OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 class RowPhases:
@@ -69,13 +74,17 @@ class RowPhases:
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]  # tied ones come once
         self.row["params_total"] = sum(size for size, _ in sizes)
         self.row["params_trainable"] = sum(size for size, trains in sizes if trains)
+        self._send("rows", self._rows)
 
     def infer(self, model: Any, hf_compiled: bool = False) -> None:
         """The paper's inference columns, and what generation costs compiled."""
         protocol, device = self.protocol, self.device
         tokens, repeats = protocol.decode_tokens, protocol.repeats
         self._run("prepare", partial(inference.prepare_inference, model))
-        for prompt in protocol.prompts if protocol.runs_phase("prefill") else ():
+        prompts = protocol.prompts if protocol.runs_phase("prefill") else ()
+        if prompts:  # what is made at first calls, and clocks, are the first length's no more
+            self._run("warm-up", partial(inference.warm_up, model, max(prompts), device))
+        for prompt in prompts:
             self._run(f"prefill {prompt}", partial(self._prefill, model, prompt))
         input_ids = inference.random_prompt(model, 1, protocol.decode_prompt, device)
 

@@ -11,6 +11,7 @@ from midus.efficiency.random_model import ATTENTION
 from midus.efficiency.row_phases import RowPhases
 from midus.efficiency.subjects import Subject
 from midus.efficiency.training_step import prepare_training
+from midus.models.shapes import shape_config
 from midus.upscaling.inspect import target_config
 
 
@@ -33,7 +34,9 @@ class Job:
     """The rows one process measures, in order; equal subjects in a row share a model."""
 
     target: str
-    """Shape, checkpoint folder or hub id of the base."""
+    """Built-in shape, or checkpoint folder or hub id of the base."""
+    is_shape: bool
+    """Which of the two; a folder may have a shape's name."""
     points: tuple[Point, ...]
 
 
@@ -80,7 +83,7 @@ def run_job(job: Job, send: Send) -> None:
     """
     device = pick_device(job.points[0].protocol.device)
     send("hardware", hardware_name(device))
-    base_config = target_config(job.target)
+    base_config = shape_config(job.target) if job.is_shape else target_config(job.target)
     longest = max(point.protocol.longest for point in job.points)
     rows: list[dict[str, Any]] = []
     model: Any = None

@@ -52,7 +52,10 @@ def run_jobs(
 
 
 def _with_failure(job: Job, rows: Rows, failure: str) -> Rows:
-    """The rows a dead process sent, and the one it died in."""
+    """The rows a dead process sent, the one it died in, and those it did not come to."""
     rows = rows or [empty_row(job.points[0])]
     rows[-1]["errors"]["process"] = failure
-    return rows
+    left = [empty_row(point) for point in job.points[len(rows) :]]
+    for row in left:
+        row["errors"]["process"] = "the process ended before this row"
+    return [*rows, *left]

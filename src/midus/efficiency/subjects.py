@@ -86,8 +86,10 @@ class Subject:
 def parse_subjects(text: str) -> list[Subject]:
     """The subjects a list with commas names."""
     subjects = [_parse_subject(part.strip()) for part in text.split(",")]
-    if repeated := [s.label for s in subjects if subjects.count(s) > 1]:
-        raise MidusError(f"methods={text!r} names {repeated[0]} twice; give each one once")
+    names = [(s.method, s.memory, s.resolved_placement) for s in subjects]
+    for subject, name in zip(subjects, names, strict=True):
+        if names.count(name) > 1:
+            raise MidusError(f"methods={text!r} names {subject.label} twice; give each one once")
     return subjects
 
 

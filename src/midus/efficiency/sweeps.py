@@ -57,7 +57,7 @@ def sweep_points(subject: Subject, over: str, values: str, protocol: Protocol) -
         return tuple(
             _point(subject.changed(placement=name), training, over, name) for name in names
         )
-    numbers = parse_numbers("values", values)
+    numbers = list(dict.fromkeys(parse_numbers("values", values)))
     if over == "sequence":
         return tuple(
             _point(subject, replace(training, sequence=number), over, number) for number in numbers

@@ -11,7 +11,15 @@ from typing import Any
 
 from midus.efficiency.goals import GOALS
 from midus.efficiency.paper import PAPER, paper_row
-from midus.efficiency.ratios import Row, difference_of, find_row, ratio_of, value_of, with_ratio
+from midus.efficiency.ratios import (
+    Row,
+    difference_of,
+    find_row,
+    noise_of,
+    ratio_of,
+    value_of,
+    with_ratio,
+)
 from midus.errors import MidusError
 
 Result = dict[str, Any]
@@ -242,6 +250,9 @@ def _cell(
     value = value_of(row, column, key)
     if value is None and _ran_out(row, column, key):
         return "out of memory"
+    noise = noise_of(row, column, key)
+    if value is not None and noise is not None:
+        return f"{value:,.{digits}f} ± {noise:,.{digits}f}"
     return with_ratio(value, ratio_of(row, reference, column, key), digits)
 
 

@@ -20,7 +20,7 @@ class Beside:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         if self._is_cuda:
-            self._main, self._side = torch.cuda.current_stream(device), _side_stream(device)
+            self._main, self._side = torch.cuda.current_stream(device), side_stream(device)
 
     def run(self, function: Callable[..., T], *args: object) -> T:
         """``function(*args)`` on the side stream, after all that the main stream has so far."""
@@ -39,5 +39,6 @@ class Beside:
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for each device: every stream has memory of its own that libraries keep for it."""
     return torch.cuda.Stream(device)
