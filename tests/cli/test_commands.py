@@ -220,3 +220,10 @@ def test_verify_merge_and_generate(midus, base, tmp_path):
         fast = midus("generate", tmp_path / "delta", *options, "--fast", "--compare")
     assert fast.out == texts[0].out
     assert "the same tokens" in fast.err
+
+    assert midus("generate", tmp_path / "trained", *options).out != texts[0].out
+    off = midus("generate", tmp_path / "trained", *options, "--no-memory")
+    assert off.out == texts[0].out
+    refused = midus("generate", base, *options, "--no-memory")
+    assert refused.code == 2
+    assert "has no memory blocks to switch off" in refused.err.replace("\n", " ")

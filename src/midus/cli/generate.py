@@ -1,5 +1,6 @@
 """`midus generate`: a prompt in, text streamed out."""
 
+import contextlib
 import functools
 from typing import Annotated, Any
 
@@ -27,6 +28,9 @@ def generate(
         bool,
         typer.Option("--compare", help="With --fast: say where plain greedy decoding differs."),
     ] = False,
+    no_memory: Annotated[
+        bool, typer.Option("--no-memory", help="Switch the memory blocks off: the base's answer.")
+    ] = False,
     base: Annotated[
         str | None, typer.Option(help="Where a delta's base is, if not where it says.")
     ] = None,
@@ -38,8 +42,11 @@ def generate(
     from transformers import TextStreamer
 
     from midus.cli import console
+    from midus.models.configuration import read_config
+    from midus.models.families import is_upscaled
     from midus.models.fast import first_difference, generate_fast
     from midus.models.loading import load_model, load_tokenizer
+    from midus.models.sources import resolve_source
     from midus.models.weights import dtype_named
 
     console.quieten_libraries()
@@ -47,6 +54,8 @@ def generate(
         raise MidusError(
             "--compare is for greedy decoding with --fast; give --fast, no temperature"
         )
+    if no_memory and not is_upscaled(read_config(resolve_source(model)).model_type):
+        raise MidusError(f"{model} has no memory blocks to switch off; leave out --no-memory")
     tokenizer = load_tokenizer(model)
     if chat and tokenizer.chat_template is None:
         raise MidusError(f"{model} has no chat template; leave out --chat")
@@ -67,18 +76,19 @@ def generate(
     )
     torch.manual_seed(seed)
     run = functools.partial(generate_fast, loaded) if fast else loaded.generate
-    run(
-        **inputs.to(loaded.device),
-        max_new_tokens=max_new_tokens,
-        streamer=TextStreamer(tokenizer, skip_prompt=chat, skip_special_tokens=True),
-        do_sample=temperature > 0,
-        temperature=temperature or None,
-        top_p=None,
-        top_k=None,
-    )
-    if compare:
-        difference = first_difference(loaded, inputs["input_ids"], max_new_tokens)
-        console.err.print(_told(difference))
+    with loaded.memory_disabled() if no_memory else contextlib.nullcontext():
+        run(
+            **inputs.to(loaded.device),
+            max_new_tokens=max_new_tokens,
+            streamer=TextStreamer(tokenizer, skip_prompt=chat, skip_special_tokens=True),
+            do_sample=temperature > 0,
+            temperature=temperature or None,
+            top_p=None,
+            top_k=None,
+        )
+        if compare:
+            difference = first_difference(loaded, inputs["input_ids"], max_new_tokens)
+            console.err.print(_told(difference))
 
 
 def _told(difference: Any) -> str:

@@ -16,6 +16,7 @@ from midus.memory.output_proj import MemoryOutputProj
 from midus.models.attention import attended_dim, head_dim, make_head_attention
 from midus.models.families import find_family
 from midus.models.fused import attend_heads, decode_step, is_llama_like, is_one_token, suits
+from midus.models.switch import Gates, hold_slots, mark_cache
 
 
 class MemoryBlock(GradientCheckpointingLayer):
@@ -28,6 +29,10 @@ class MemoryBlock(GradientCheckpointingLayer):
         config: Config of the up-scaled model.
         layer_idx: Index in the final stack; the KV cache depends on it.
     """
+
+    gate = 1.0
+    """What the correction is multiplied by; see `switch.py`, which sets it and the next."""
+    model_gates: Gates = ()
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
@@ -55,7 +60,16 @@ class MemoryBlock(GradientCheckpointingLayer):
             MemoryOutputProj(config.hidden_size) if memory.memory_output_proj else nn.Identity()
         )
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.gradient_checkpointing and self.training:
+            # The backward pass computes the block again, when the gate may be another.
+            kwargs["gate"] = self.gate
+        return super().__call__(*args, **kwargs)  # type: ignore[no-untyped-call]  # transformers'
+
+    def forward(self, hidden_states: Tensor, gate: float | None = None, **kwargs: Any) -> Tensor:
+        gate = self.gate if gate is None else gate
+        if gate != 1.0:
+            return self._forward_gated(hidden_states, gate, kwargs)
         if self._is_llama_like and suits(self, hidden_states, kwargs):
             if is_one_token(hidden_states):
                 decoded = decode_step(self, hidden_states, kwargs)
@@ -65,10 +79,24 @@ class MemoryBlock(GradientCheckpointingLayer):
         else:
             normed = self.input_layernorm(hidden_states)
             attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+        return hidden_states + self._correct(hidden_states, attended)
+
+    def _correct(self, hidden_states: Tensor, attended: Tensor) -> Tensor:
         if self.attention_residual:
             attended = hidden_states + attended
         correction: Tensor = self.memory_output_proj(self.memory(attended))  # [B, T, D]
-        return hidden_states + correction
+        return correction
+
+    def _forward_gated(self, hidden_states: Tensor, gate: float, kwargs: dict[str, Any]) -> Tensor:
+        cache = kwargs.get("past_key_values")
+        if cache is not None:
+            mark_cache(cache, self.model_gates)
+        if gate == 0.0:
+            if cache is not None:
+                hold_slots(self.self_attn, hidden_states, cache)
+            return hidden_states
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        return hidden_states + gate * self._correct(hidden_states, attended)
 
 
 def copied_from_anchor(name: str) -> bool:

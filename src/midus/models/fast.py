@@ -22,7 +22,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from midus.errors import MidusError
 from midus.models.fused_base import fused_blocks
+from midus.models.switch import Gates, gates_of, mark_cache, refuse_other_gates
 from midus.ops import attend_token
+from midus.ops.streams import side_stream
 
 _ATTENTION = "midus_token"
 # What `generate` may be told that one graph a token cannot do.
@@ -72,6 +74,7 @@ class FastDecoder:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits = self._captured = torch.empty(0)
         self._tables: list[Tensor | None] = []
+        self._gates: Gates = ()
         self._filled = 0
 
     @torch.no_grad()
@@ -101,6 +104,9 @@ class FastDecoder:
             positions = (attention_mask.cumsum(-1) - 1).clamp_min(0)
         if [*map(id, self._tables)] != [*map(id, _value_tables(self._model))]:
             self._graph = None  # it reads tables that are gone or old
+        if self._gates != gates_of(self._model):
+            self._graph = None  # it was captured with other memory blocks on
+        self._gates = gates_of(self._model)
         # A growing cache lets attention use its fastest kernel; then it is copied.
         read: Any = DynamicCache(config=self._model.config)
         out = self._model(
@@ -118,6 +124,7 @@ class FastDecoder:
             layer.values[:, :, :length] = filled.values
             layer.cumulative_length.fill_(length)
             filled.keys = filled.values = None
+        mark_cache(self._cache, self._gates)
         self._real.fill_(True)
         if attention_mask is not None:
             self._real[:, 0, 0, :length] = attention_mask.bool()
@@ -138,6 +145,7 @@ class FastDecoder:
                 f"{self._filled} of {self.max_length} tokens are in the decoder's cache; prefill "
                 "it first, and make it long enough for what is to come"
             )
+        refuse_other_gates(self._cache, gates_of(self._model))  # a graph would not ask
         self._ids.copy_((self._logits.argmax(-1) if ids is None else ids).view(-1, 1))
         self._filled += 1
         if not self._is_graphed:
@@ -186,7 +194,7 @@ class FastDecoder:
         counters = [self._positions, self._length]
         counters += [layer.cumulative_length for layer in self._cache.layers]
         before = [counter.clone() for counter in counters]
-        stream = torch.cuda.Stream()
+        stream = side_stream(self._ids.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):

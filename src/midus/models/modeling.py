@@ -4,7 +4,7 @@ Only the list of blocks differs from the family's model, so its forward, caches,
 generation run unchanged.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,9 +17,10 @@ from midus.models.configuration import CONFIG_CLASSES
 from midus.models.families import FAMILIES, Family, find_family
 from midus.models.fast import generate_fast
 from midus.models.pretrained import CheckpointMixin
+from midus.models.switch import MemorySwitch, guard_cache
 
 
-class MidusPreTrainedMixin(CheckpointMixin):
+class MidusPreTrainedMixin(MemorySwitch, CheckpointMixin):
     """What decoder and causal LM have in common."""
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -74,6 +75,17 @@ class MidusModelMixin(MidusPreTrainedMixin):
         if len(self.layers) > 0:
             super().post_init()  # type: ignore[misc]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]  # nn.Module's
+        # Of a copy made inside `memory_disabled`, nobody would end the state.
+        self._disabled = ()
+        self._apply_gates()
+
+    def _memory_blocks(self) -> dict[int, MemoryBlock]:
+        """By position. Wrappers (FSDP, say) may stand around them."""
+        blocks = [module for module in self.layers.modules() if isinstance(module, MemoryBlock)]
+        return {cast("int", block.self_attn.layer_idx): block for block in blocks}
+
 
 class MidusForCausalLMMixin(MidusPreTrainedMixin):
     """The causal LM: the decoder above and the family's head."""
@@ -96,7 +108,13 @@ class MidusForCausalLMMixin(MidusPreTrainedMixin):
         if fast:
             return generate_fast(self, *args, **kwargs)
         generate = super().generate  # type: ignore[misc]  # GenerationMixin's
-        missing = [values for values in self._hive_values() if values.fresh_cache() is None]
+        missing = [
+            values
+            for block in self.model._memory_blocks().values()
+            if block.gate != 0.0
+            for values in block.modules()
+            if isinstance(values, HiveValues) and values.fresh_cache() is None
+        ]
         is_training = self.training  # type: ignore[attr-defined]  # nn.Module's
         if is_training or not (missing and self._caches_fit()):
             return generate(*args, **kwargs)
@@ -137,7 +155,11 @@ def _make_model_classes(family: Family) -> tuple[Any, Any]:
     decoder = type(
         f"Midus{family.text_prefix or family.prefix}Model",
         (MidusModelMixin, family.model_class),
-        {**shared, "__doc__": f"{family.model_class.__name__} with memory blocks."},
+        {
+            **shared,
+            "__doc__": f"{family.model_class.__name__} with memory blocks.",
+            "forward": guard_cache(family.model_class.forward),
+        },
     )
     causal_lm = type(
         f"Midus{family.prefix}ForCausalLM",
