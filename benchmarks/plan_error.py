@@ -4,14 +4,17 @@
     python benchmarks/plan_error.py --write         # and the summary that `midus plan` shows
     python benchmarks/plan_error.py --fit           # shares for src/midus/efficiency/gpus.py
 
-Reads benchmarks/results/efficiency-SHAPE.json, as `midus bench efficiency` writes them. The shares
-are fitted to base and Llama Pro of one shape only, so that every other row is a true prediction.
+Reads benchmarks/results/efficiency-SHAPE.json, as `midus bench efficiency` writes them. Which
+values the shares are fitted to stands in `midus.efficiency.cost_comparison.USED`; all others are
+true predictions, and only those count in the summary.
 """
 
 import argparse
 import json
 import math
+import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,20 +24,29 @@ from rich.table import Table
 
 from midus.efficiency.cost_checked import ERROR_FILE, summarize_errors
 from midus.efficiency.cost_comparison import (
-    FITTED_METHODS,
-    FITTED_SHAPE,
+    LARGE,
+    LEAKED_GB,
+    LONG_PROMPT,
+    SMALL,
     compare_rows,
+    name_of,
     predict_row,
+    run_of,
     stack_of,
 )
 from midus.efficiency.cost_serving import prefill_work
 from midus.efficiency.cost_sizes import Stack
 from midus.efficiency.gpus import MEASURED_ON, SHARES, Shares, find_gpu
+from midus.errors import MidusError
+from midus.models.shapes import SHAPES
 from midus.reports import conditions, write_json
 
 RESULTS = Path(__file__).parent / "results"
-# Shorter prompts are bound by Python's launches, which the fit of the arithmetic leaves out.
-LONG_PROMPT = 2048
+# Models that are blocks of the base and nothing else.
+PLAIN_METHODS = ("base", "llama_pro", "opt_deus")
+
+Measured = dict[str, tuple[dict[str, Any], Stack]]
+"""Rows and their models by name."""
 
 
 def main() -> None:
@@ -46,45 +58,74 @@ def main() -> None:
     console = Console(highlight=False)
     results = read_results(options.results)
     if not results:
-        sys.exit(f"no efficiency-SHAPE.json in {options.results}; run midus bench efficiency")
-    if options.fit:
-        console.print(fit(results[FITTED_SHAPE]))
-        return
-    gpu = find_gpu(MEASURED_ON)
+        sys.exit(f"no efficiency-SHAPE.json of {MEASURED_ON.upper()} in {options.results}")
+    try:
+        if options.fit:
+            console.print(fit(results))
+            return
+        compare(results, options.results, options.write, console)
+    except MidusError as error:
+        sys.exit(str(error))
+
+
+def compare(
+    results: dict[str, dict[str, Any]], folder: Path, is_kept: bool, console: Console
+) -> None:
+    """Prints and writes every value with its prediction, and the summary."""
     rows = []
     for shape, result in results.items():
         with console.status(shape):
-            rows += compare_rows(result, shape, gpu, SHARES)
+            rows += compare_rows(result, shape, find_gpu(MEASURED_ON), SHARES)
     print_rows(console, rows)
-    checked = [row for row in rows if not row["is_fitted"]]
     summary = {
         "hardware": next(iter(results.values()))["hardware"],
         "commit": conditions()["commit"],
         "date": conditions()["date"],
-        "fitted_to": f"{', '.join(FITTED_METHODS)} of {FITTED_SHAPE}",
-        "rows": len({(row["shape"], row["label"]) for row in checked}),
+        "results": {shape: result.get("commit") for shape, result in results.items()},
         "columns": summarize_errors(rows),
     }
-    write_json(options.results / "plan-error.json", {**summary, "values": rows})
-    if options.write:
+    if any(row["leaked"] for row in rows):
+        summary["leaked"] = (
+            f"measured training peaks hold {LEAKED_GB:.3f} GB of workspaces that decoding had "
+            "left there; errors are against the rest"
+        )
+    write_json(folder / "plan-error.json", {**summary, "values": rows})
+    if is_kept:
         write_json(ERROR_FILE, summary)
     for column, found in summary["columns"].items():
         console.print(
-            f"{column}: mean |error| {found['mean']:.1f} %, worst {found['worst']:.1f} %, "
-            f"over {found['values']} values that were not fitted"
+            f"{column}: mean |error| {found['mean']:.1f} %, worst {found['worst']:.1f} %, over "
+            f"{found['values']} values that no share was fitted to"
+            + (
+                f"; fitted to, or the same network: {'; '.join(found['used'])}"
+                if found["used"]
+                else ""
+            )
         )
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
-    """The measured results by shape."""
+    """The measured results by shape; says in a sentence which files it leaves out."""
     found = {}
     for path in sorted(folder.glob("efficiency-*.json")):
-        result = json.loads(path.read_text())
-        shape = path.stem.removeprefix("efficiency-")
-        if "H200" in result["hardware"]:
-            found[shape] = result
-        else:
-            print(f"{path.name} was measured on {result['hardware']}: left out", file=sys.stderr)
+        try:
+            result = json.loads(path.read_text())
+            shape = result["protocol"]["base"]
+            run_of(result["protocol"])
+            if "H200" not in result["hardware"]:
+                reason = f"was measured on {result['hardware']}"
+            elif shape not in SHAPES:
+                reason = f"was measured with {shape}, which is no built-in shape"
+            elif shape in found:
+                reason = f"is a second result of {shape}"
+            else:
+                found[shape] = result
+                continue
+        except MidusError as error:
+            reason = str(error)
+        except (ValueError, KeyError, TypeError):
+            reason = "is no result of midus bench efficiency"
+        print(f"{path.name}: {reason}; left out", file=sys.stderr)
     return found
 
 
@@ -106,58 +147,123 @@ def print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
     console.print(table)
 
 
-def fit(result: dict[str, Any]) -> Shares:
-    """The shares with which base and Llama Pro come closest to what was measured."""
-    rows = [row for row in result["rows"] if row["method"] in FITTED_METHODS]
-    stacks = [stack_of(row, FITTED_SHAPE) for row in rows]
-    pairs = list(zip(rows, stacks, strict=True))
-    protocol = result["protocol"]
-    grid = [
-        replace(SHARES, matmul=matmul / 100, attention=attention / 25)
-        for matmul in range(30, 96)
-        for attention in range(5, 25)
+def fit(results: dict[str, dict[str, Any]]) -> Shares:
+    """The shares with which the values of ``USED`` come closest to what was measured.
+
+    One after another, each from values that do not depend on those that follow.
+    """
+    for shape in (LARGE, SMALL):
+        if shape not in results:
+            raise MidusError(
+                f"efficiency-{shape}.json is missing, and the shares are fitted to {LARGE} and "
+                f"{SMALL}; run midus bench efficiency --shape {shape}"
+            )
+    protocol = results[LARGE]["protocol"]
+    large, small = (_measured(results, shape) for shape in (LARGE, SMALL))
+    shares = SHARES
+
+    def try_out(pairs: list[Any], columns: tuple[str, ...], make: Callable[[int], Shares]) -> None:
+        nonlocal shares
+
+        def best(numbers: range) -> int:
+            return min(numbers, key=lambda n: _distance(pairs, columns, protocol, make(n)))
+
+        coarse = best(range(20, 1000, 20))
+        shares = make(best(range(coarse - 19, coarse + 20)))
+
+    plain = [large["base"], large["llama_pro"]]
+    try_out(
+        plain,
+        ("train_s_per_iter", "prefill_ms"),
+        lambda n: replace(shares, products=n / 1000, launch_us=0.0, train_launch_us=0.0),
+    )
+    for kind in ("linear", "ultramem"):
+        name = f"{kind}_passes"
+        try_out(
+            [large[f"midus:{kind}"]],
+            ("prefill_ms",),
+            lambda n, name=name: replace(shares, **{name: n / 5}),  # type: ignore[misc]
+        )
+    shares = replace(shares, **_decode_shares(large, small, protocol))
+    launches = [
+        1e6 / measured[name][0]["decode_eager_tok_s"] / prefill_work(measured[name][1], 1).launches
+        for measured in (large, small)
+        for name in PLAIN_METHODS
     ]
-    best = min(grid, key=lambda shares: _distance(pairs, protocol, shares))
-    ratios = [
-        row["decode_compiled_tok_s"] / _predict(stack, row, protocol, best)["decode_compiled_tok_s"]
-        for row, stack in pairs
-        if row.get("decode_compiled_tok_s")
-    ]
-    decode = best.decode * math.prod(ratios) ** (1 / len(ratios)) if ratios else best.decode
-    return replace(best, decode=round(decode, 3), launch_us=_launch_us(pairs))
+    shares = replace(shares, launch_us=round(statistics.median(launches), 1))
+    try_out(
+        [small["base"], small["llama_pro"]],
+        ("train_s_per_iter",),
+        lambda n: replace(shares, train_launch_us=n / 10),
+    )
+    return shares
 
 
-def _distance(pairs: list[Any], protocol: dict[str, Any], shares: Shares) -> float:
+def _measured(results: dict[str, dict[str, Any]], shape: str) -> Measured:
+    rows = results[shape]["rows"]
+    names = {*PLAIN_METHODS, *(f"midus:{kind}" for kind in SHARES.memory_us)}
+    found = {name_of(row): (row, stack_of(row, shape)) for row in rows if name_of(row) in names}
+    if missing := sorted(names - found.keys()):
+        raise MidusError(f"efficiency-{shape}.json has no row of {', '.join(missing)}")
+    return found
+
+
+def _decode_shares(large: Measured, small: Measured, protocol: dict[str, Any]) -> dict[str, Any]:
+    """Bandwidth and a base block's latency from four rows, each memory's latency from one.
+
+    One shape alone does not tell the two apart: its bytes grow as its blocks do.
+    """
+
+    def seconds(pair: tuple[dict[str, Any], Stack], shares: Shares) -> float:
+        return 1 / float(_predict(*pair, protocol, shares)["decode_compiled_tok_s"])
+
+    def measured(pair: tuple[dict[str, Any], Stack]) -> float:
+        return 1 / float(pair[0]["decode_compiled_tok_s"])
+
+    zero = dict.fromkeys(SHARES.memory_us, 0.0)
+    silent = replace(SHARES, decode=1.0, block_us=0.0, memory_us=zero)
+    # Relative least squares of  measured = bytes / decode + blocks * latency.
+    sums = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    for pair in (measured_in[name] for measured_in in (large, small) for name in PLAIN_METHODS[:2]):
+        terms = (seconds(pair, silent) / measured(pair), pair[1].depth * 1e-6 / measured(pair))
+        for i in (0, 1):
+            for j, other in enumerate((*terms, 1.0)):
+                sums[i][j] += terms[i] * other
+    (a, b, x), (_, c, y) = sums
+    inverse, block_us = (c * x - b * y) / (a * c - b * b), (a * y - b * x) / (a * c - b * b)
+    found = {"decode": round(1 / inverse, 3), "block_us": round(block_us, 1)}
+    memory_us = {}
+    for kind in zero:
+        pair = large[f"midus:{kind}"]
+        if pair[0]["decode_compiled_tok_s"] is None:
+            pair = small[f"midus:{kind}"]
+        rest = measured(pair) - seconds(pair, replace(silent, **found))
+        memory_us[kind] = round(rest / len(pair[1].positions) * 1e6, 1)
+    return {**found, "memory_us": memory_us}
+
+
+def _distance(
+    pairs: list[Any], columns: tuple[str, ...], protocol: dict[str, Any], shares: Shares
+) -> float:
     """The sum of squared logarithms of predicted over measured."""
     total = 0.0
     for row, stack in pairs:
-        predicted = _predict(stack, row, protocol, shares)
-        if row["train_s_per_iter"]:
+        predicted = _predict(row, stack, protocol, shares)
+        if "train_s_per_iter" in columns:
             total += math.log(predicted["train_s_per_iter"] / row["train_s_per_iter"]) ** 2
-        for length, ms in row["prefill_ms"].items():
-            if ms and int(length) >= LONG_PROMPT:
-                total += math.log(predicted["prefill_ms"][length] / ms) ** 2
+        if "prefill_ms" in columns:
+            for length, ms in predicted["prefill_ms"].items():
+                total += math.log(ms / row["prefill_ms"][length]) ** 2
     return total
 
 
 def _predict(
-    stack: Stack, row: dict[str, Any], protocol: dict[str, Any], shares: Shares
+    row: dict[str, Any], stack: Stack, protocol: dict[str, Any], shares: Shares
 ) -> dict[str, Any]:
-    prompts = [int(length) for length in row["prefill_ms"] if int(length) >= LONG_PROMPT]
+    prompts = [
+        int(length) for length, ms in row["prefill_ms"].items() if ms and int(length) >= LONG_PROMPT
+    ]
     return predict_row(stack, protocol, prompts, find_gpu(MEASURED_ON), shares)
-
-
-def _launch_us(pairs: list[Any]) -> float:
-    """From eager decoding, which launches and little else: what the added blocks add."""
-    steps = {
-        row["method"]: (1 / row["decode_eager_tok_s"], prefill_work(stack, 1).launches)
-        for row, stack in pairs
-        if row.get("decode_eager_tok_s")
-    }
-    if len(steps) < len(FITTED_METHODS):
-        return SHARES.launch_us
-    (short, few), (long, many) = (steps[method] for method in FITTED_METHODS)
-    return round((long - short) / (many - few) * 1e6, 1)
 
 
 if __name__ == "__main__":

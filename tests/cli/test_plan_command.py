@@ -33,13 +33,36 @@ def test_plan_prints_memory_times_serving_and_the_answer(midus):
 
 
 def test_plan_says_what_is_an_example_and_what_was_not_measured(midus, monkeypatch):
-    found = {"rows": 3, "columns": {"train_gb": {"values": 3, "mean": 1.5, "worst": 2.0}}}
+    found = {"columns": {"train_gb": {"values": 3, "mean": 1.5, "worst": 2.0}}}
     monkeypatch.setattr(cost_checked, "read_errors", lambda: found)
     done = midus(*SMALL, "--gpu", "L40S")
     assert "a GPU hour is an example" in done.out
-    assert "training memory 1.5 % (worst 2.0)" in done.out
+    assert "training memory 1.5 % (worst 2.0, 3 values)" in done.out
     assert "L40S is predicted from its data sheet" in done.out
     assert "on paper" not in done.out
+
+
+def test_plan_marks_times_that_are_coarse_or_the_hosts(midus):
+    done = midus("plan", "--shape", "tiny", "--methods", "base,midus:linear", "--sequence", "64")
+    assert "times bound by the host" in done.out
+    assert "times of linear are coarse" in done.out
+    assert "coarse" not in midus(*SMALL).out
+
+
+def test_plan_shows_small_models_in_millions(midus):
+    out = midus(*SMALL).out
+    assert "0.00 B" not in out
+    assert " M  " in out
+
+
+def test_plan_without_fused_blocks_needs_more_memory(midus):
+    fused, plain = (
+        json.loads(midus(*SMALL, "--json", *flags).out) for flags in ((), ("--plain-blocks",))
+    )
+    assert fused["fused_blocks"]
+    assert not plain["fused_blocks"]
+    kept = [v["methods"][0]["training"][0]["memory"]["activations_gb"] for v in (fused, plain)]
+    assert kept[0] < kept[1]
 
 
 def test_plan_json_holds_every_column(midus):
@@ -73,13 +96,17 @@ def test_plan_reads_a_checkpoint_and_memory_sizes(midus, tmp_path):
     ("arguments", "words"),
     [
         (("--gpu", "h20"), "did you mean h200"),
-        (("--tokens", "many"), "tokens='many' must be a number above 0"),
-        (("--tokens", "-1"), "tokens='-1' must be a number above 0"),
+        (("--tokens", "many"), "tokens=many must be a number of at least 1, such as 1.5e9"),
+        (("--tokens", "-1"), "tokens=-1 must be a number of at least 1"),
+        (("--tokens", "0.3"), "tokens=0.3 must be a number of at least 1"),
         (("--methods", "midas"), "method='midas' is unknown"),
         (("--methods", "midus:hlm"), "hlm"),
         (("--gpus", "0"), "gpus='0'"),
         (("--precision", "fp8"), "precision='fp8' is unknown"),
-        (("--price", "0"), "price=0.0 must be a number above 0"),
+        (("--gpus", "9"), "gpus=9 is no number of whole nodes"),
+        (("--gpus", "8,20"), "such as 24"),
+        (("--price", "0"), "price=0.0 must be a number of at least 0.001, such as 2.5"),
+        (("--price", "-1"), "price=-1.0 must be a number of at least 0.001, such as 2.5"),
         (("--context", "0"), "context=0"),
         (("--top-k", "65"), "top_k=65 is more than num_subkeys=64"),
         (("--model", "somewhere"), "either --shape"),

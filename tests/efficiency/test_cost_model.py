@@ -1,7 +1,9 @@
 """The cost model against counts by hand, autograd's own tensors, and the stated limits."""
 
 import functools
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +13,18 @@ import midus.memory.bank
 import midus.memory.hml
 import midus.memory.keys
 import midus.memory.ultramem
+import midus.models.fused
+import midus.models.fused_base
 from midus import ops
-from midus.efficiency.cost_activations import saved_bytes
+from midus.efficiency.cost_activations import PLAIN, Fusing, saved_bytes
 from midus.efficiency.cost_checked import error_sentences, read_errors, summarize_errors
-from midus.efficiency.cost_comparison import compare_rows, predict_row, stack_of
+from midus.efficiency.cost_comparison import (
+    LEAKED_GB,
+    compare_rows,
+    predict_row,
+    run_of,
+    stack_of,
+)
 from midus.efficiency.cost_model import (
     fit_sentence,
     fits,
@@ -32,6 +42,7 @@ from midus.efficiency.gpus import GPUS, SHARES, find_gpu
 from midus.efficiency.random_model import make_random_model
 from midus.efficiency.subjects import parse_subjects
 from midus.errors import MidusError
+from midus.models.fused_base import fuse_blocks
 from midus.models.record import set_trainable
 from midus.models.shapes import shape_config
 from midus.training.loss import use_chunked_loss
@@ -125,7 +136,7 @@ def kernels(monkeypatch):
         monkeypatch.setattr(module, "weighted_gather", gather)
 
 
-def kept_for_backward(config, precision, batch, length):
+def kept_for_backward(config, precision, batch, length, fuse=False):
     """Bytes of the storages autograd saves in one forward pass, parameters left out."""
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
     model = make_random_model(config, torch.device("cpu"), dtype, length).train()
@@ -135,6 +146,8 @@ def kept_for_backward(config, precision, batch, length):
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
     use_chunked_loss(model, 1024)
+    if fuse:
+        fuse_blocks(model)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved = {}
 
@@ -175,7 +188,7 @@ def test_activations_are_what_autograd_saves(name, tolerance, precision):
     base = tiny_config(hidden_size=64, intermediate_size=96, head_dim=16)
     config = subject.grown_config(base)
     measured = kept_for_backward(config, precision, batch=2, length=24)
-    predicted = saved_bytes(read_stack(config), 2, 24, precision, kernels=False)
+    predicted = saved_bytes(read_stack(config), 2, 24, precision, PLAIN)
     assert predicted == pytest.approx(measured, rel=tolerance)
 
 
@@ -186,17 +199,76 @@ def test_activations_count_the_norms_of_heads(name):
     subject = subject.changed(num_subkeys=8) if subject.memory else subject
     config = subject.grown_config(tiny_config("qwen3"))
     measured = kept_for_backward(config, "bf16", batch=2, length=24)
-    predicted = saved_bytes(read_stack(config), 2, 24, "bf16", kernels=False)
+    predicted = saved_bytes(read_stack(config), 2, 24, "bf16", PLAIN)
     assert predicted == pytest.approx(measured, rel=0.001)
 
 
-def test_the_fused_norm_keeps_its_input_once():
-    # Plain: input in float32 and normed vector in bfloat16; fused: the input in bfloat16. The
-    # lowest block's plain norm needs no gradient of its input, so it keeps the latter alone.
-    model, tokens = stack("midus:hml"), 2048
-    plain = saved_bytes(model, 1, tokens, "bf16", kernels=False)
-    fused = saved_bytes(model, 1, tokens, "bf16")
-    assert plain - fused == tokens * (15 * 4 * 4096 - 4)
+@pytest.fixture
+def fused(monkeypatch):
+    """Lets blocks take the GPU's path on the CPU, with the kernels of rotation and gate.
+
+    The norm is PyTorch's own, whose CPU version is not fused: a function stands in for it.
+    """
+    monkeypatch.setattr(midus.models.fused, "_DEVICES", frozenset({"cpu"}))
+    rotate_heads = functools.partial(ops.rotate_heads, backend="triton")
+    monkeypatch.setattr(midus.models.fused, "rotate_heads", rotate_heads)
+    gated = functools.partial(ops.gated, backend="triton")
+    monkeypatch.setattr(midus.models.fused_base, "gated", gated)
+    for module in (midus.models.fused, midus.models.fused_base):
+        monkeypatch.setattr(module, "fused_norm", _norm)
+
+
+class _Norm(torch.autograd.Function):
+    """PyTorch's fused RMSNorm saves its input, its weight and a scale a token."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        scale = x.float().square().mean(-1, keepdim=True).add(eps).rsqrt()
+        ctx.save_for_backward(x, weight, scale)
+        return (x.float() * scale).to(x.dtype) * weight
+
+
+def _norm(norm, hidden_states):
+    return _Norm.apply(hidden_states, norm.weight, norm.variance_epsilon)
+
+
+@pytest.mark.usefixtures("kernels", "fused")
+@pytest.mark.parametrize("precision", ["float32", "bf16", "mixed"])
+@pytest.mark.parametrize("name", ["base", "opt_deus", "midus:hml"])
+def test_activations_of_fused_blocks_are_what_their_functions_save(name, precision):
+    (subject,) = parse_subjects(name)
+    subject = subject.changed(num_subkeys=8) if subject.memory else subject
+    config = subject.grown_config(tiny_config(hidden_size=64, intermediate_size=96, head_dim=16))
+    measured = kept_for_backward(config, precision, batch=1, length=6, fuse=True)
+    fused = saved_bytes(read_stack(config), 1, 6, precision)
+    assert fused == pytest.approx(measured, rel=0.001)
+    assert fused < saved_bytes(read_stack(config), 1, 6, precision, PLAIN)
+
+
+def test_a_fused_block_keeps_the_bytes_counted_by_hand():
+    # Two norms, queries and output, keys and values, sums of 32 heads, gate and up; where it
+    # trains also both normed vectors and what down_proj reads.
+    frozen = 2 * (2 * 4096 + 4) + 2 * (2 * 4096 + 2 * 1024) + 4 * 32 + 2 * 2 * 14336
+    trained = frozen + 2 * 4096 + 2 * (4096 + 14336)
+    top, more = stack("opt_deus"), stack("base")
+    ends = 2 * 2048 * 128 * 2 + 2048 * (4 * 4096 + 4 + 2 * 4096)
+    assert saved_bytes(top, 1, 2048, "bf16") == 2048 * 16 * (frozen + trained) + ends
+    head = 2048 * (2 * 4096 + 8) + 2 * 128_256 * 4096
+    assert saved_bytes(more, 1, 2048, "bf16") == 2048 * 32 * trained + ends + head
+
+
+def test_plain_blocks_keep_more_and_move_more():
+    for name in ("base", "midus:hml"):
+        fused, plain = Run(), Run(fused_blocks=False)
+        assert plain.fusing == Fusing(base=False, memory=True)
+        assert (
+            training_memory(stack(name), plain).activations
+            > training_memory(stack(name), fused).activations
+        )
+        works = [micro_batch_work(stack(name), run) for run in (plain, fused)]
+        assert works[0].moved > works[1].moved
+        assert works[0].launches > works[1].launches
+        assert works[0].operations == works[1].operations
 
 
 def test_training_memory_adds_up():
@@ -205,7 +277,9 @@ def test_training_memory_adds_up():
     assert memory.weights == 2 * total
     assert memory.gradients == 2 * trained
     assert memory.optimizer == 4 * trained
-    kept = memory.weights + memory.gradients + memory.optimizer
+    kept = memory.weights + memory.gradients + memory.optimizer + 3 * 32 * 2**20
+    # Logits of two chunks in bfloat16, and the model's output.
+    assert memory.loss == 2 * 2 * 1024 * 128_256 + 2 * 2048 * 4096
     assert memory.total == kept + memory.activations + memory.loss
     assert memory.peak == "loss"
     mixed = training_memory(stack("llama_pro"), Run(precision="mixed"))
@@ -270,13 +344,13 @@ def test_slow_links_bound_the_step():
 
 
 def test_answers_name_the_gpus_it_takes():
-    h100 = find_gpu("h100")
-    predictions = [predict(name, stack(name), h100, Run()) for name in ("midus:hml", "base")]
-    ours, base = (fit_sentence(prediction, h100, Run()) for prediction in predictions)
+    h100, run = find_gpu("h100"), Run(micro_batch=2)
+    predictions = [predict(name, stack(name), h100, run) for name in ("midus:hml", "base")]
+    ours, base = (fit_sentence(prediction, h100, run) for prediction in predictions)
     assert ours.startswith("midus:hml fits on one H100 (")
     assert ours.endswith(" of 80 GB)")
     assert base.startswith("base needs 2 (")
-    assert gpus_needed(stack("base"), h100, Run()) == 2
+    assert gpus_needed(stack("base"), h100, run) == 2
     long = Run(sequence=10**6)
     nowhere = predict("base", stack("base"), find_gpu("rtx4090"), long)
     assert nowhere.gpus_needed is None
@@ -310,8 +384,36 @@ def test_a_large_batch_is_bound_by_products():
 def test_a_faster_gpu_is_faster(name):
     gpu = GPUS[name]
     twice = replace(gpu, bandwidth_gbs=2 * gpu.bandwidth_gbs, bf16_tflops=2 * gpu.bf16_tflops)
-    slow, fast = (predict_training(stack("base"), g, Run()).seconds for g in (gpu, twice))
+    shares = replace(SHARES, train_launch_us=0.0)
+    slow, fast = (predict_training(stack("base"), g, Run(), shares).seconds for g in (gpu, twice))
     assert fast == pytest.approx(slow / 2)
+
+
+def test_small_models_are_bound_by_the_host():
+    small, large = (
+        predict_training(stack("base", shape), H200, Run())
+        for shape in ("llama-3.2-1b", "llama-3.1-8b")
+    )
+    assert small.bound == "host"
+    assert large.bound == "products"
+    faster = replace(H200, bf16_tflops=10 * H200.bf16_tflops)
+    assert predict_training(stack("base", "llama-3.2-1b"), faster, Run()).seconds == small.seconds
+
+
+def test_a_decoding_step_is_its_bytes_and_the_latency_of_its_blocks():
+    model, shares = stack("midus:hml"), SHARES
+    serving = predict_serving(model, H200, shares, context=128, batch=1)
+    latency = (32 * shares.block_us + 16 * shares.memory_us["hml"]) * 1e-6
+    seconds = serving.decode_bytes / (4.8e12 * shares.decode) + latency
+    assert serving.decode_tokens_s == pytest.approx(1 / seconds)
+    slow = replace(shares, block_us=1e6)
+    assert predict_serving(model, H200, slow, 128, 1).decode_bound == "latency"
+
+
+def test_serving_fills_the_cache_one_prompt_at_a_time():
+    one, many = (predict_serving(stack("base"), H200, SHARES, 8192, batch) for batch in (1, 8))
+    assert one.workspace == many.workspace
+    assert many.kv_cache == 8 * one.kv_cache
 
 
 def test_an_unknown_gpu_is_refused_with_the_nearest():
@@ -319,13 +421,16 @@ def test_an_unknown_gpu_is_refused_with_the_nearest():
         find_gpu("h20O")
 
 
-@pytest.mark.parametrize("values", [{"sequence": 0}, {"micro_batch": -1}, {"precision": "fp8"}])
+@pytest.mark.parametrize(
+    "values",
+    [{"sequence": 0}, {"micro_batch": -1}, {"precision": "fp8"}, {"gpus": 9}, {"gpus": 63}],
+)
 def test_a_run_that_cannot_be_is_refused(values):
     with pytest.raises(MidusError, match=next(iter(values))):
         Run(**values)
 
 
-def measured_result(shape, off):
+def measured_result(shape, off, leaked=0.0, commit=None):
     """A result whose every value is off by a known factor."""
     protocol = {"sequence": 128, "micro_batch": 1, "accumulation": 2, "dtype": "bfloat16"}
     rows = []
@@ -340,8 +445,9 @@ def measured_result(shape, off):
         row |= {k: v / off for k, v in predicted.items() if k != "prefill_ms"}
         row["prefill_ms"] = {"64": predicted["prefill_ms"]["64"] / off}
         row["infer_gb"] = None  # ran out of memory
+        row["train_gb"] += leaked
         rows.append(row)
-    return {"protocol": protocol, "rows": rows}
+    return {"protocol": protocol, "rows": rows, "commit": commit}
 
 
 def test_comparison_finds_the_error_and_leaves_fitted_times_out():
@@ -354,16 +460,95 @@ def test_comparison_finds_the_error_and_leaves_fitted_times_out():
         "values": 3,
         "mean": pytest.approx(25),
         "worst": pytest.approx(25),
+        "used": [],
     }
     fitted = [{**row, "is_fitted": row["label"].startswith("base")} for row in rows]
-    assert summarize_errors(fitted)["train_s_per_iter"]["values"] == 2
+    found = summarize_errors(fitted)
+    assert found["train_s_per_iter"]["values"] == 2
+    assert found["prefill_ms"]["used"] == ["tiny base None, 64 tokens"]
+
+
+def test_what_decoding_had_left_is_no_error_of_the_prediction():
+    for commit, is_known in (("75b6a5fa8771", True), ("0123456789ab", False)):
+        result = measured_result("tiny", 1.0, LEAKED_GB, commit)
+        rows = [r for r in compare_rows(result, "tiny", H200, SHARES) if r["column"] == "train_gb"]
+        assert all((abs(row["error_percent"]) < 1e-6) == is_known for row in rows)
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@functools.cache
+def compared(shape):
+    result = json.loads((RESULTS / f"efficiency-{shape}.json").read_text())
+    return list(compare_rows(result, shape, H200, SHARES))
+
+
+def largest_error(shape, column, labels=None, prompts=(None,)):
+    errors = [
+        abs(row["error_percent"])
+        for row in compared(shape)
+        if row["column"] == column
+        and (labels is None or row["label"] in labels)
+        and row["prompt"] in prompts
+    ]
+    assert errors
+    return max(errors)
+
+
+MAIN = ("Base", "Llama Pro", "OpT-DeUS", "MIDUS HML", "MIDUS HML (top-heavy)")
+
+
+@pytest.mark.parametrize("shape", ["llama-3.1-8b", "llama-3.2-1b"])
+def test_predicted_memory_is_what_the_h200_measured(shape):
+    assert largest_error(shape, "params_total") == 0
+    assert largest_error(shape, "params_trainable") == 0
+    assert largest_error(shape, "train_gb") < 3
+    assert largest_error(shape, "infer_gb") < 8
+
+
+def test_predicted_times_are_near_what_the_h200_measured():
+    large, small = "llama-3.1-8b", "llama-3.2-1b"
+    assert largest_error(large, "decode_compiled_tok_s", MAIN) < 5
+    assert largest_error(large, "train_s_per_iter", MAIN) < 8
+    assert largest_error(large, "prefill_ms", MAIN, (2048, 8192)) < 8
+    assert largest_error(small, "decode_compiled_tok_s", MAIN) < 5
+    assert largest_error(small, "train_s_per_iter", MAIN) < 15
+
+
+def test_only_values_that_were_fitted_are_left_out():
+    rows = [row for shape in ("llama-3.1-8b", "llama-3.2-1b") for row in compared(shape)]
+    fitted = [row for row in rows if row["is_fitted"]]
+    assert sum(row["column"] == "train_s_per_iter" for row in fitted) == 4
+    assert sum(row["column"] == "decode_compiled_tok_s" for row in fitted) == 11
+    prefill = [row for row in fitted if row["column"] == "prefill_ms"]
+    assert len(prefill) == 10
+    assert {row["prompt"] for row in prefill} == {2048, 8192}
+    assert {row["shape"] for row in prefill} == {"llama-3.1-8b"}
+    assert not any(row["column"] in ("train_gb", "infer_gb") for row in fitted)
+
+
+def test_the_packaged_summary_counts_what_was_compared():
+    rows = [row for shape in ("llama-3.1-8b", "llama-3.2-1b") for row in compared(shape)]
+    errors = read_errors()
+    for column, found in summarize_errors(rows).items():
+        assert errors["columns"][column]["values"] == found["values"]
+        assert errors["columns"][column]["worst"] == pytest.approx(found["worst"], abs=0.05)
+
+
+def test_a_measured_run_says_whether_its_blocks_were_fused():
+    protocol = {"sequence": 64, "micro_batch": 1, "accumulation": 2}
+    assert run_of({**protocol, "fused_blocks": True}).fused_blocks
+    assert not run_of({**protocol, "fused_blocks": False}).fused_blocks
+    with pytest.raises(MidusError, match="dtype='float16' was measured"):
+        run_of({**protocol, "dtype": "float16"})
 
 
 def test_without_a_comparison_nothing_is_claimed(tmp_path):
     assert read_errors(tmp_path / "plan_error.json") is None
     (said,) = error_sentences(H200, None)
     assert "have not been compared" in said
-    found = {"rows": 9, "columns": {"train_gb": {"values": 9, "mean": 2.0, "worst": 4.5}}}
+    found = {"columns": {"train_gb": {"values": 9, "mean": 2.0, "worst": 4.5}}}
     said, other = error_sentences(find_gpu("h100"), found)
-    assert "training memory 2.0 % (worst 4.5)" in said
+    assert "training memory 2.0 % (worst 4.5, 9 values)" in said
     assert "nothing was measured on it" in other

@@ -1,6 +1,7 @@
 """`midus plan`: will it fit, how long will it take, what will it cost; no GPU needed."""
 
 import math
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -35,6 +36,9 @@ def plan(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Recompute blocks in the backward pass.")
     ] = False,
+    plain_blocks: Annotated[
+        bool, typer.Option("--plain-blocks", help="Train with blocks of the base as they are.")
+    ] = False,
     num_subkeys: Annotated[
         int | None, typer.Option(help="Row and column sub-keys of memory layers (paper: n).")
     ] = None,
@@ -64,8 +68,8 @@ def plan(
     console.quieten_libraries()
     chosen = find_gpu(gpu)
     counts = tuple(dict.fromkeys(parse_numbers("gpus", gpus)))
-    num_tokens = _positive("tokens", tokens)
-    hourly = chosen.price if price is None else _positive("price", price)
+    num_tokens = _number("tokens", tokens, 1, "1.5e9")
+    hourly = chosen.price if price is None else _number("price", price, 0.001, "2.5")
     _at_least_one("context", context)
     _at_least_one("batch", batch)
     run = Run(
@@ -74,7 +78,10 @@ def plan(
         accumulation=accumulation,
         precision=precision,  # type: ignore[arg-type]  # checked by Run
         checkpointing=checkpointing,
+        fused_blocks=not plain_blocks,
     )
+    for count in counts:
+        replace(run, gpus=count)  # says what is wrong with it before anything is counted
     subjects = parse_subjects(methods)
     base_config = _base_config(shape, model)
     sizes = {"num_subkeys": num_subkeys, "top_k": top_k}
@@ -91,7 +98,7 @@ def plan(
             )
         )
     errors = read_errors()
-    notes = [*_notes(chosen, counts, price), *error_sentences(chosen, errors)]
+    notes = [*_notes(chosen, counts, price, predictions), *error_sentences(chosen, errors)]
     if as_json:
         console.print_json(
             {
@@ -104,6 +111,7 @@ def plan(
                 "accumulation": accumulation,
                 "precision": precision,
                 "checkpointing": checkpointing,
+                "fused_blocks": not plain_blocks,
                 "context": context,
                 "batch": batch,
                 "methods": [_as_json(p, chosen, run, num_tokens, hourly) for p in predictions],
@@ -140,19 +148,20 @@ def _as_json(
 
 def _print_memory(predictions: list[Any]) -> None:
     columns = ["method", "GPUs", "trainable", "total", "weights", "gradients", "optimizer"]
-    columns += ["activations", "loss", "workspace", "gathered", "peak", "at", "fits", "micro batch"]
+    columns += ["activations", "loss", "workspace", "libraries", "gathered"]
+    columns += ["peak", "at", "fits", "micro batch"]
     rows = []
     for prediction in predictions:
         params = (prediction.stack.params_trainable, prediction.stack.params_total)
         for training in prediction.training:
             memory = training.memory
             parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations)
-            others = (memory.loss, memory.workspace, memory.gathered)
+            others = (memory.loss, memory.workspace, memory.libraries, memory.gathered)
             rows.append(
                 [
                     prediction.name,
                     str(training.run.gpus),
-                    *(f"{count / 1e9:.2f} B" for count in params),
+                    *(_count(count) for count in params),
                     *(f"{part / 1e9:.1f}" for part in (*parts, *others)),
                     f"{memory.total / 1e9:.1f}",
                     memory.peak,
@@ -220,8 +229,24 @@ def _print_answer(predictions: list[Any], gpu: Any, run: Any) -> None:
     console.out.print("; ".join(fit_sentence(p, gpu, run) for p in predictions), style="bold")
 
 
-def _notes(gpu: Any, counts: tuple[int, ...], price: float | None) -> list[str]:
+def _notes(
+    gpu: Any, counts: tuple[int, ...], price: float | None, predictions: list[Any]
+) -> list[str]:
     notes = []
+    trainings = [training for p in predictions for training in p.training]
+    if any(t.bound == "host" for t in trainings) or any(
+        p.serving.prefill_bound == "host" for p in predictions
+    ):
+        notes.append(
+            "times bound by the host are Python's on the measured machine, where two rows of the "
+            "same network differed by a third; another host may be faster or slower"
+        )
+    kinds = {p.stack.inserted.memory.kind for p in predictions if _has_memory(p.stack)}
+    if coarse := sorted(kinds & {"linear", "ultramem"}):
+        notes.append(
+            f"times of {' and '.join(coarse)} are coarse: the passes of their search are one "
+            "number that was calibrated on the Llama-3.1-8B shape"
+        )
     if max(counts) > 1:
         notes.append(
             "rows of more than one GPU are on paper: full sharding (FSDP), communication hidden "
@@ -274,13 +299,23 @@ def _yes(fits: bool) -> str:
     return "yes" if fits else "NO"
 
 
-def _positive(name: str, value: Any) -> float:
+def _has_memory(stack: Any) -> bool:
+    return stack.inserted is not None and stack.inserted.memory is not None
+
+
+def _count(params: int) -> str:
+    return f"{params / 1e9:.2f} B" if params >= 5e6 else f"{params / 1e6:.2f} M"
+
+
+def _number(name: str, value: Any, smallest: float, example: str) -> float:
     try:
         number = float(value)
     except ValueError:
         number = math.nan
-    if not 0 < number < math.inf:
-        raise MidusError(f"{name}={value!r} must be a number above 0, such as 1.5e9 tokens")
+    if not smallest <= number < math.inf:
+        raise MidusError(
+            f"{name}={value!s} must be a number of at least {smallest:g}, such as {example}"
+        )
     return number
 
 

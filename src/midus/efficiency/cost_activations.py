@@ -1,13 +1,14 @@
 """What PyTorch keeps of the forward pass for the backward one, in bytes.
 
 Counted op by op from what each saves; `tests/efficiency/test_cost_model.py` compares it with the
-tensors that autograd really saves. Blocks under the lowest one that trains keep nothing.
+tensors that autograd really saves. Blocks under the lowest one that trains keep nothing. On a GPU
+blocks of Llama's kind run fused (`models/fused.py`, `models/fused_base.py`) and keep less.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from midus.efficiency.cost_sizes import Block, Memory, Stack
+from midus.efficiency.cost_sizes import Block, Memory, Stack, is_fused_norm
 
 Precision = Literal["bf16", "mixed", "float32"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "mixed", "float32")
@@ -26,25 +27,41 @@ class Types:
     """The residual stream."""
     casts: bool
     """Whether trained weights and what they read are cast for each product (autocast)."""
-    kernels: bool
-    """Whether memory blocks take their fused norm."""
 
 
-def types_of(precision: Precision, trains_all: bool, kernels: bool = True) -> Types:
+def types_of(precision: Precision, trains_all: bool) -> Types:
     """The types of a run: pure bfloat16 as the paper's, mixed as `midus train` has it."""
     if precision == "mixed":
-        # An embedding that trains is in float32, and so is everything that is added to it; the
-        # fused norm does not run under autocast.
+        # An embedding that trains is in float32, and so is everything that is added to it.
         stream = 4 if trains_all else 2
-        return Types(trained=4, frozen=2, computed=2, stream=stream, casts=True, kernels=False)
+        return Types(trained=4, frozen=2, computed=2, stream=stream, casts=True)
     width = 2 if precision == "bf16" else 4
-    return Types(
-        trained=width, frozen=width, computed=width, stream=width, casts=False, kernels=kernels
-    )
+    return Types(trained=width, frozen=width, computed=width, stream=width, casts=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fusing:
+    """Which blocks run in few, large steps."""
+
+    base: bool = True
+    """Blocks of the base and copies of them: `fuse_blocks`, which `midus train` calls."""
+    memory: bool = True
+    """Memory blocks, which do so by themselves on a GPU."""
+
+    def applies(self, block: Block, trains: bool, types: Types) -> bool:
+        """Whether a block takes the fused path."""
+        if not block.can_be_fused or not (self.memory if block.memory else self.base):
+            return False
+        # A norm's weight must have the stream's type, which autocast does not change.
+        return (types.trained if trains else types.frozen) == types.stream
+
+
+FUSED = Fusing()
+PLAIN = Fusing(base=False, memory=False)
 
 
 def saved_bytes(
-    stack: Stack, batch: int, length: int, precision: Precision, kernels: bool = True
+    stack: Stack, batch: int, length: int, precision: Precision, fusing: Fusing = FUSED
 ) -> int:
     """Everything kept between the two passes of one micro batch, the loss's part included.
 
@@ -53,22 +70,24 @@ def saved_bytes(
         batch: Sequences.
         length: Tokens of each.
         precision: Of the run.
-        kernels: Whether memory blocks run as on a GPU, with fused norms.
+        fusing: Which blocks are fused.
     """
-    types = types_of(precision, stack.trains_all, kernels)
+    types = types_of(precision, stack.trains_all)
     blocks = sum(
-        _block_bytes(stack, index, batch * length, types)
+        _block_bytes(stack, index, batch * length, types, fusing)
         for index in range(stack.lowest, stack.depth)
     )
     return blocks + _ends_bytes(stack, batch, length, types)
 
 
-def checkpointed_bytes(stack: Stack, batch: int, length: int, precision: Precision) -> int:
+def checkpointed_bytes(
+    stack: Stack, batch: int, length: int, precision: Precision, fusing: Fusing = FUSED
+) -> int:
     """The same with gradient checkpointing: the blocks' inputs, and all of the largest block."""
     types = types_of(precision, stack.trains_all)
     visited = range(stack.lowest, stack.depth)
     inputs = len(visited) * batch * length * stack.hidden * types.stream
-    largest = max(_block_bytes(stack, index, batch * length, types) for index in visited)
+    largest = max(_block_bytes(stack, index, batch * length, types, fusing) for index in visited)
     return inputs + largest + _ends_bytes(stack, batch, length, types)
 
 
@@ -84,23 +103,26 @@ def _ends_bytes(stack: Stack, batch: int, length: int, types: Types) -> int:
     return rotary + last_norm + loss
 
 
-def _block_bytes(stack: Stack, index: int, tokens: int, types: Types) -> int:
-    block = stack.block(index)
+def _block_bytes(stack: Stack, index: int, tokens: int, types: Types, fusing: Fusing) -> int:
+    block, trains = stack.block(index), stack.trains(index)
     needs_input = stack.trains_all or index > stack.lowest
-    a_token = _token_bytes(block, stack.trains(index), needs_input, types)
-    fixed = block.linear * 2 if types.casts and stack.trains(index) else 0
+    is_fused = fusing.applies(block, trains, types)
+    a_token = _token_bytes(block, trains, needs_input, is_fused, types)
+    fixed = block.linear * 2 if types.casts and trains else 0
     if block.memory:
         fixed += _memory_fixed_bytes(block.memory, types)
     return tokens * a_token + fixed
 
 
-def _token_bytes(block: Block, trains: bool, needs_input: bool, types: Types) -> int:
+def _token_bytes(
+    block: Block, trains: bool, needs_input: bool, is_fused: bool, types: Types
+) -> int:
     """One token's share; ``needs_input`` is False where nothing before the block trains."""
     width = types.computed
     saved = 0
     for norm in block.norms:
-        if norm.reads_input and block.is_fused and types.kernels:
-            saved += width * norm.covered + 4 * norm.vectors  # the input as it is and its scale
+        if is_fused and is_fused_norm(block, norm):
+            saved += types.stream * norm.covered + 4 * norm.vectors  # its input and its scale
             continue
         if needs_input or not norm.reads_input:
             saved += 4 * norm.covered + 4 * norm.vectors  # the input in float32 and its scale
@@ -114,7 +136,8 @@ def _token_bytes(block: Block, trains: bool, needs_input: bool, types: Types) ->
         saved += width * block.hidden * (3 if types.casts else 1)
     if block.memory:
         return saved + _memory_token_bytes(block.memory, types)
-    saved += width * 3 * block.intermediate  # gate, its activation, up
+    # Gate and up; the plain path also keeps the gate's activation.
+    saved += width * (2 if is_fused else 3) * block.intermediate
     if trains:
         saved += width * (block.hidden * (2 if types.casts else 1) + block.intermediate)
     return saved

@@ -20,24 +20,31 @@ _LABELS = {
 }
 
 
-def summarize_errors(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def summarize_errors(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """For each column the number of values, the mean and the largest |error| in per cent.
 
     Args:
-        rows: One value each: ``column`` and ``error_percent``, and ``is_fitted`` where the value
-            itself was used to set the shares; such rows are left out.
+        rows: One value each: ``shape``, ``label``, ``column``, ``prompt`` and ``error_percent``,
+            and ``is_fitted`` where the value, or another of the same network, was used to set the
+            shares. Such values are named under ``used`` and left out of the rest.
     """
-    summary = {}
+    summary: dict[str, dict[str, Any]] = {}
     for column in _LABELS:
-        errors = [
-            abs(row["error_percent"])
-            for row in rows
-            if row["column"] == column and not row["is_fitted"]
-        ]
+        found = [row for row in rows if row["column"] == column]
+        errors = [abs(row["error_percent"]) for row in found if not row["is_fitted"]]
         if errors:
-            mean = sum(errors) / len(errors)
-            summary[column] = {"values": len(errors), "mean": mean, "worst": max(errors)}
+            summary[column] = {
+                "values": len(errors),
+                "mean": sum(errors) / len(errors),
+                "worst": max(errors),
+                "used": [_value_name(row) for row in found if row["is_fitted"]],
+            }
     return summary
+
+
+def _value_name(row: dict[str, Any]) -> str:
+    prompt = f", {row['prompt']:,} tokens" if row["prompt"] else ""
+    return f"{row['shape']} {row['label']}{prompt}"
 
 
 def read_errors(path: Path = ERROR_FILE) -> dict[str, Any] | None:
@@ -54,13 +61,16 @@ def error_sentences(gpu: Gpu, errors: dict[str, Any] | None) -> list[str]:
         said = ["these predictions have not been compared with measurements of whole models"]
     else:
         parts = ", ".join(
-            f"{_LABELS[column]} {found['mean']:.1f} % (worst {found['worst']:.1f})"
+            f"{_LABELS[column]} {found['mean']:.1f} % (worst {found['worst']:.1f}, "
+            f"{found['values']} values)"
             for column, found in errors["columns"].items()
         )
         said = [
             f"measured error of these predictions on the {MEASURED_ON.upper()}, one GPU, mean over "
-            f"{errors['rows']} rows that were not used to set the shares: {parts}"
+            f"the values that no share was fitted to: {parts}"
         ]
+        if "leaked" in errors:
+            said.append(errors["leaked"])
     if gpu.name != MEASURED_ON:
         said.append(
             f"{gpu.name.upper()} is predicted from its data sheet with the shares of the "

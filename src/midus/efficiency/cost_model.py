@@ -123,7 +123,7 @@ def predict_training(stack: Stack, gpu: Gpu, run: Run, shares: Shares = SHARES) 
     """One iteration on ``run.gpus`` GPUs."""
     memory = sharded_memory(stack, run)
     passes, step = iteration_work(stack, run)
-    computing = total_seconds(passes, gpu, shares)
+    computing = total_seconds(passes, gpu, shares, shares.train_launch_us)
     talking = run.accumulation * traffic(stack, run).seconds(gpu) if run.gpus > 1 else 0.0
     operations = micro_batch_work(stack, run).operations
     return Training(
@@ -134,9 +134,11 @@ def predict_training(stack: Stack, gpu: Gpu, run: Run, shares: Shares = SHARES) 
         flop_per_token=operations / run.tokens,
         flop_per_iteration=operations * run.accumulation * run.gpus,
         moved_bytes=passes.moved + step.moved,
-        seconds=max(computing, talking) + total_seconds(step, gpu, shares),
+        seconds=max(computing, talking) + total_seconds(step, gpu, shares, shares.train_launch_us),
         communication_seconds=talking,
-        bound="communication" if talking > computing else bound_by(passes, gpu, shares),
+        bound="communication"
+        if talking > computing
+        else bound_by(passes, gpu, shares, shares.train_launch_us),
     )
 
 

@@ -67,34 +67,54 @@ def predict_serving(stack: Stack, gpu: Gpu, shares: Shares, context: int, batch:
     kv_cache = 2 * stack.base.kv_width * stack.depth * context * batch * _WIDTH
     read = decode_bytes(stack, batch) + kv_cache
     operations = 2.0 * batch * decode_bytes(stack, 1) / _WIDTH
-    byte_seconds = read / (gpu.bandwidth_gbs * 1e9 * shares.decode)
-    product_seconds = operations / (gpu.bf16_tflops * 1e12 * shares.matmul)
+    times = {
+        "bytes": read / (gpu.bandwidth_gbs * 1e9 * shares.decode),
+        "products": operations / (gpu.bf16_tflops * 1e12 * shares.products),
+        "latency": decode_latency(stack, shares),
+    }
+    step = max(times["bytes"], times["products"]) + times["latency"]
     prefill = prefill_work(stack, PREFILL)
     return Serving(
         weights=stack.params_total * _WIDTH,
         value_caches=_value_caches(stack),
         kv_cache=kv_cache,
-        workspace=prefill_workspace(stack, context * batch),
+        workspace=prefill_workspace(stack, context),
         memory_gb=gpu.memory_gb,
         decode_bytes=read,
-        decode_tokens_s=batch / max(byte_seconds, product_seconds),
-        decode_bound="bytes" if byte_seconds >= product_seconds else "products",
-        prefill_ms=total_seconds(prefill, gpu, shares) * 1e3,
+        decode_tokens_s=batch / step,
+        decode_bound=max(times, key=lambda name: times[name]),
+        prefill_ms=total_seconds(prefill, gpu, shares, shares.launch_us) * 1e3,
         prefill_operations=prefill.operations,
-        prefill_bound=bound_by(prefill, gpu, shares),
+        prefill_bound=bound_by(prefill, gpu, shares, shares.launch_us),
     )
 
 
+def decode_latency(stack: Stack, shares: Shares) -> float:
+    """Seconds of a compiled step that do not depend on bytes: kernels that wait for each other."""
+    memory = stack.inserted.memory if stack.inserted else None
+    num_memory = len(stack.positions) if memory else 0
+    memory_us = shares.memory_us[memory.kind] if memory else 0.0
+    return 1e-6 * ((stack.depth - num_memory) * shares.block_us + num_memory * memory_us)
+
+
 def prefill_work(stack: Stack, length: int) -> Work:
-    """A prompt into an empty cache, and the logits of its last token."""
+    """A prompt into an empty cache, and the logits of its last token.
+
+    Blocks of the base are not fused there, memory blocks are.
+    """
     work = Work(matmul=2.0 * stack.head_params, launches=10)
     for index in range(stack.depth):
-        work += forward_work(stack.block(index), length, length / 2)
+        block = stack.block(index)
+        is_fused = block.can_be_fused and block.memory is not None
+        work += forward_work(block, length, length / 2, is_fused)
     return work
 
 
 def prefill_workspace(stack: Stack, tokens: int) -> float:
-    """The widest moment of a block: the stream, its norm, and the three of the feed-forward."""
+    """The widest moment of a block: the stream, its norm, and the three of the feed-forward.
+
+    ``tokens`` are one sequence's: servers fill the cache one prompt at a time.
+    """
     return tokens * _WIDTH * (2 * stack.hidden + 3 * stack.base.intermediate)
 
 

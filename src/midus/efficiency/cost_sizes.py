@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers.activations import SiLUActivation
 
 from midus.memory.queries import QueryProj
 from midus.models.attention import attended_dim, head_dim
 from midus.models.families import find_family
 from midus.models.fitting import make_meta_model
+from midus.models.fused import is_llama_like
 from midus.models.record import record_of
 from midus.upscaling.inspect import describe
 
@@ -49,6 +51,11 @@ class Memory:
         return self.num_heads * self.top_k
 
     @property
+    def num_projections(self) -> int:
+        """Matrices around the memory."""
+        return self.has_query_proj + self.has_output_proj + self.has_attention_proj
+
+    @property
     def num_slots(self) -> int:
         """Physical slots of a head's table."""
         return self.num_subkeys**2
@@ -83,8 +90,8 @@ class Block:
     intermediate: int
     """Zero for a memory block."""
     norms: tuple[Norm, ...]
-    is_fused: bool
-    """Whether norm and rotation before attention run as one kernel each (`models/fused.py`)."""
+    can_be_fused: bool
+    """Whether it is of the kind that runs in few, large steps on a GPU (`models/fused.py`)."""
     memory: Memory | None
 
 
@@ -163,14 +170,22 @@ def _read_block(config: Any, layer: nn.Module) -> Block:
         kv_width=kv_width,
         intermediate=0 if has_memory else config.intermediate_size,
         norms=tuple(_norms(config, layer)),
-        is_fused=has_memory and _is_fused(config),
+        can_be_fused=_can_be_fused(config, layer),
         memory=_read_memory(config, layer) if has_memory else None,
     )
 
 
-def _is_fused(config: Any) -> bool:
-    has_window = getattr(config, "sliding_window", None) is not None
-    return find_family(config.model_type).has_llama_attention and not has_window
+def _can_be_fused(config: Any, layer: Any) -> bool:
+    # Blocks of the base need SiLU as well; memory blocks have no FFN.
+    activation = getattr(getattr(layer, "mlp", None), "act_fn", None)
+    return is_llama_like(config, layer.self_attn) and (
+        activation is None or isinstance(activation, SiLUActivation | nn.SiLU)
+    )
+
+
+def is_fused_norm(block: Block, norm: Norm) -> bool:
+    """Whether the fused path has a kernel for a norm: both of a base block, or the first."""
+    return block.memory is None or norm.reads_input
 
 
 def _norms(config: Any, layer: Any) -> Iterator[Norm]:

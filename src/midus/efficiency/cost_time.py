@@ -5,29 +5,35 @@ from midus.efficiency.gpus import Gpu, Shares
 
 
 def phase_seconds(work: Work, gpu: Gpu, shares: Shares) -> dict[str, float]:
-    """Seconds of each kind of work, as if they ran one after another; launches run beside them."""
+    """Seconds of each kind of work, as if they ran one after another; the host runs beside."""
     peak, bandwidth = gpu.bf16_tflops * 1e12, gpu.bandwidth_gbs * 1e9
+    scores = (
+        work.linear_scores * shares.linear_passes + work.ultramem_scores * shares.ultramem_passes
+    )
     return {
-        "products": work.matmul / (peak * shares.matmul)
-        + work.float32 / (gpu.float32_tflops * 1e12 * shares.matmul),
-        "attention": work.attention / (peak * shares.attention),
+        "products": work.matmul / (peak * shares.products)
+        + work.float32 / (gpu.float32_tflops * 1e12 * shares.products),
+        "attention": work.attention / (peak * shares.products),
         "bytes": work.moved / (bandwidth * shares.bandwidth),
+        "search": scores / (bandwidth * shares.bandwidth),
     }
 
 
-def launch_seconds(work: Work, shares: Shares) -> float:
-    """Seconds Python needs to start the kernels."""
-    return work.launches * shares.launch_us * 1e-6
+def total_seconds(work: Work, gpu: Gpu, shares: Shares, launch_us: float) -> float:
+    """The GPU's time, or the host's where that is longer.
+
+    Args:
+        work: What is done.
+        gpu: The GPU.
+        shares: How much of its data sheet it gives.
+        launch_us: What the host takes to start one kernel.
+    """
+    return max(sum(phase_seconds(work, gpu, shares).values()), work.launches * launch_us * 1e-6)
 
 
-def total_seconds(work: Work, gpu: Gpu, shares: Shares) -> float:
-    """The GPU's time, or Python's where that is longer."""
-    return max(sum(phase_seconds(work, gpu, shares).values()), launch_seconds(work, shares))
-
-
-def bound_by(work: Work, gpu: Gpu, shares: Shares) -> str:
+def bound_by(work: Work, gpu: Gpu, shares: Shares, launch_us: float) -> str:
     """What takes longest."""
     phases = phase_seconds(work, gpu, shares)
-    if launch_seconds(work, shares) > sum(phases.values()):
-        return "launches"
+    if work.launches * launch_us * 1e-6 > sum(phases.values()):
+        return "host"
     return max(phases, key=lambda name: phases[name])

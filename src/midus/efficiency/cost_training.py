@@ -9,6 +9,7 @@ from typing import Any
 
 from midus.efficiency.cost_activations import (
     PRECISIONS,
+    Fusing,
     Precision,
     checkpointed_bytes,
     saved_bytes,
@@ -16,13 +17,18 @@ from midus.efficiency.cost_activations import (
 )
 from midus.efficiency.cost_sizes import Stack
 from midus.efficiency.cost_work import Work, backward_work, forward_work
+from midus.efficiency.gpus import NODE_SIZE
 from midus.errors import MidusError
 
-# Bytes a logit costs while a chunk's loss and gradient are made: the last chunk's logits and
-# gradient are there until the next chunk's logits have been cast.
-_LOGIT_BYTES_FIRST, _LOGIT_BYTES_NEXT = 10, 12
-_LOGIT_BYTES_MOVED = 36
 _LOSS_CHUNK = 1024
+# Bytes moved for a logit in bfloat16, but for the products: cross-entropy reads it twice and
+# writes its gradient over it, and the products' own writes and reads.
+_LOGIT_BYTES_MOVED = 12
+_LAUNCHES_A_CHUNK = 8
+# Embedding, rotary tables, the last norm and their gradients.
+_LAUNCHES_OUTSIDE = 40
+# cuBLAS keeps 32 MiB a handle and stream on Hopper; a training process has three.
+LIBRARY_BYTES = 3 * 32 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,8 @@ class Run:
     gpus: int = 1
     precision: Precision = "bf16"
     checkpointing: bool = False
+    fused_blocks: bool = True
+    """Blocks of the base in few, large steps, as `midus train` has them on a GPU."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -42,10 +50,19 @@ class Run:
             value = getattr(self, name)
             if not 1 <= value <= 10**7:
                 raise MidusError(f"{name}={value} must be a whole number from 1 to 10,000,000")
+        if self.gpus > NODE_SIZE and self.gpus % NODE_SIZE:
+            raise MidusError(
+                f"gpus={self.gpus} is no number of whole nodes; beyond {NODE_SIZE} give a "
+                f"multiple of {NODE_SIZE}, such as {NODE_SIZE * (self.gpus // NODE_SIZE + 1)}"
+            )
         if self.precision not in PRECISIONS:
             raise MidusError(
                 f"precision={self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}"
             )
+
+    @property
+    def fusing(self) -> Fusing:
+        return Fusing(base=self.fused_blocks)
 
     @property
     def tokens(self) -> int:
@@ -70,6 +87,8 @@ class TrainingMemory:
     """Logits and gradients of one chunk."""
     workspace: float
     """Gradients between the ops of one block."""
+    libraries: float = LIBRARY_BYTES
+    """Workspaces of cuBLAS."""
     gathered: float = 0.0
     """Weights that are whole for the moment, where they are sharded."""
     keeps_gradients: bool = True
@@ -78,7 +97,7 @@ class TrainingMemory:
     @property
     def phases(self) -> dict[str, float]:
         """The bytes of each moment that can be the peak."""
-        kept = self.weights + self.optimizer + self.gathered
+        kept = self.weights + self.optimizer + self.libraries + self.gathered
         passing = kept + self.activations + (self.gradients if self.keeps_gradients else 0.0)
         return {
             "loss": passing + self.loss,
@@ -97,7 +116,8 @@ class TrainingMemory:
 
     def to_dict(self) -> dict[str, Any]:
         names = ("weights", "gradients", "optimizer", "activations", "loss", "workspace")
-        sizes = {f"{name}_gb": getattr(self, name) / 1e9 for name in (*names, "gathered", "total")}
+        others = ("libraries", "gathered", "total")
+        sizes = {f"{name}_gb": getattr(self, name) / 1e9 for name in (*names, *others)}
         return {**sizes, "peak": self.peak}
 
 
@@ -110,7 +130,7 @@ def training_memory(stack: Stack, run: Run) -> TrainingMemory:
         weights=trained * types.trained + frozen * types.frozen,
         gradients=trained * types.trained,
         optimizer=2 * trained * types.trained,
-        activations=count(stack, run.micro_batch, run.sequence, run.precision),
+        activations=count(stack, run.micro_batch, run.sequence, run.precision, run.fusing),
         loss=_loss_bytes(stack, run),
         workspace=_workspace_bytes(stack, run),
         keeps_gradients=run.accumulation > 1,
@@ -118,24 +138,28 @@ def training_memory(stack: Stack, run: Run) -> TrainingMemory:
 
 
 def _loss_bytes(stack: Stack, run: Run) -> float:
+    """What `training/loss.py` has at its widest moment; gradients it leaves are activations."""
     types = types_of(run.precision, stack.trains_all)
-    logits = min(_LOSS_CHUNK, run.tokens) * stack.vocab
-    is_repeated = run.tokens > _LOSS_CHUNK
-    made = logits * (_LOGIT_BYTES_NEXT if is_repeated else _LOGIT_BYTES_FIRST)
+    width = types.computed
+    # The model's output, which nothing saves but its caller holds.
+    output = run.tokens * stack.hidden * types.stream
+    logits = width * min(_LOSS_CHUNK, run.tokens) * stack.vocab
+    # A chunk's logits become its gradient in place, and stay until the next chunk's are there.
+    both = logits * (2 if run.tokens > _LOSS_CHUNK else 1)
     if not stack.trains_all:
-        return made
-    # The head's gradient in float32, and a chunk's part of it in both types; one of them in the
-    # weight's type is counted among the activations.
-    part = types.computed + (4 if types.computed < 4 else 0)
+        return output + both
+    # The head's gradient in float32, and a chunk's part of it as it is computed and cast.
     head = stack.head_params
-    copies = head * types.computed if types.casts else 0
-    return max(made + 4 * head, 6 * logits + (4 + part) * head) + copies - head * types.trained
+    part = width + (4 if width < 4 else 0)
+    copies = head * width if types.casts else 0
+    return output + max(both + 4 * head, logits + (4 + part) * head) + copies - head * types.trained
 
 
 def _workspace_bytes(stack: Stack, run: Run) -> float:
+    """Gradients inside one block's backward pass, the widest of FFN and norm."""
     width = types_of(run.precision, stack.trains_all).computed
     feed_forward = 3 * width * stack.base.intermediate
-    norm = 16 * stack.hidden
+    norm = (4 * width if run.fused_blocks and stack.base.can_be_fused else 16) * stack.hidden
     return run.tokens * (max(feed_forward, norm) + 2 * width * stack.hidden)
 
 
@@ -146,18 +170,19 @@ def micro_batch_work(stack: Stack, run: Run) -> Work:
     length = run.sequence / 2  # causal: half of the others, on average
     work = Work()
     for index in range(stack.depth):
-        block = stack.block(index)
-        forward = forward_work(block, tokens, length, width)
+        block, trains = stack.block(index), stack.trains(index)
+        is_fused = run.fusing.applies(block, trains, types)
+        forward = forward_work(block, tokens, length, is_fused, width)
         work += forward
         if index >= stack.lowest:
-            work += backward_work(block, tokens, length, stack.trains(index), width)
+            work += backward_work(block, tokens, length, is_fused, trains, width)
             work += forward if run.checkpointing else Work()
     chunks = -(-tokens // _LOSS_CHUNK)
     head = Work(
         matmul=2.0 * stack.head_params * tokens * (3 if stack.trains_all else 2),
-        moved=_LOGIT_BYTES_MOVED * tokens * stack.vocab
+        moved=_LOGIT_BYTES_MOVED / 2 * width * tokens * stack.vocab
         + (18.0 * stack.head_params * chunks if stack.trains_all else 0.0),
-        launches=15 * chunks,
+        launches=_LAUNCHES_A_CHUNK * chunks + _LAUNCHES_OUTSIDE,
     )
     casts = 6.0 * stack.params_trainable if types.casts else 0.0
     return work + head + Work(moved=casts)

@@ -1,16 +1,19 @@
 """What one pass over a block computes and moves: operations, bytes, launches.
 
-Products are counted exactly from the sizes. Elementwise bytes are counted op by op as PyTorch runs
-the blocks eagerly; memory layers as their kernels run, or their reference where there are none.
+Products are counted exactly from the sizes. Elementwise bytes are counted op by op, for fused and
+for plain blocks; memory layers as their kernels run, or their reference where there are none.
 Shape letters: D hidden, A all heads' width, K top_k, P all heads' picked slots, n sub-keys.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
-from midus.efficiency.cost_sizes import Block, Memory
+from midus.efficiency.cost_sizes import Block, Memory, is_fused_norm
 
 # UltraMem's grid and physical table, as `memory/ultramem.py` has them.
 _SIDE, _RANK, _EXPANSION = 2, 2, 4
+
+# Sort of the entries, sums on a second stream with its events, and four parameters' sums.
+_TABLE_LAUNCHES = 20
 
 # Attention's backward pass: four products where the forward pass has two. That its kernel makes
 # one of the forward pass's again is no operation of the model.
@@ -29,94 +32,109 @@ class Work:
     """Operations of products in float32."""
     moved: float = 0.0
     """Bytes read and written between products."""
+    linear_scores: float = 0.0
+    """Bytes of the scores that a linear memory searches, once."""
+    ultramem_scores: float = 0.0
+    """Bytes of the scores that an UltraMem searches, once."""
     launches: float = 0.0
-    """Kernels Python starts."""
+    """Kernels the host starts."""
 
     @property
     def operations(self) -> float:
         return self.matmul + self.attention + self.float32
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(
-            matmul=self.matmul + other.matmul,
-            attention=self.attention + other.attention,
-            float32=self.float32 + other.float32,
-            moved=self.moved + other.moved,
-            launches=self.launches + other.launches,
-        )
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        return Work(**sums)
 
     def times(self, factor: float) -> "Work":
         """The same so often."""
-        return Work(
-            matmul=self.matmul * factor,
-            attention=self.attention * factor,
-            float32=self.float32 * factor,
-            moved=self.moved * factor,
-            launches=self.launches * factor,
-        )
+        return Work(**{f.name: getattr(self, f.name) * factor for f in fields(self)})
 
 
-def forward_work(block: Block, tokens: int, length: float, width: int = 2) -> Work:
+def forward_work(
+    block: Block, tokens: int, length: float, is_fused: bool = False, width: int = 2
+) -> Work:
     """One forward pass over a block.
 
     Args:
         block: Its sizes.
         tokens: Of the whole batch.
         length: Tokens each of them attends to, on average.
+        is_fused: Whether norms, rotation and gate run as one kernel each.
         width: Bytes of a number.
     """
     memory = _memory_forward(block.memory, width) if block.memory else Work()
-    a_token = Work(
-        matmul=2.0 * block.linear + memory.matmul,
+    around = Work(
+        matmul=2.0 * block.linear,
         attention=4.0 * length * block.attended,
-        float32=memory.float32,
-        moved=_moved_forward(block, width) + memory.moved,
-    ).times(tokens)
-    return a_token + Work(launches=_launches(block) + memory.launches)
+        moved=_moved_forward(block, is_fused, width),
+    )
+    launches = _launches_forward(block, is_fused) + memory.launches
+    return replace((around + memory).times(tokens), launches=launches)
 
 
-def backward_work(block: Block, tokens: int, length: float, trains: bool, width: int = 2) -> Work:
+def backward_work(
+    block: Block, tokens: int, length: float, is_fused: bool, trains: bool, width: int = 2
+) -> Work:
     """One backward pass: gradients of the input always, of the weights where they train."""
     memory = _memory_backward(block.memory, width) if block.memory else Work()
-    a_token = Work(
-        matmul=2.0 * block.linear * (2 if trains else 1) + memory.matmul,
+    around = Work(
+        matmul=2.0 * block.linear * (2 if trains else 1),
         attention=4.0 * length * block.attended * _ATTENTION_BACKWARD,
-        float32=memory.float32,
-        moved=_moved_backward(block, trains, width) + memory.moved,
-    ).times(tokens)
-    return a_token + Work(launches=_launches(block) + memory.launches)
+        moved=_moved_backward(block, is_fused, trains, width),
+    )
+    launches = _launches_backward(block, is_fused, trains) + memory.launches
+    return replace((around + memory).times(tokens), launches=launches)
 
 
-def _launches(block: Block) -> int:
+def _launches_forward(block: Block, is_fused: bool) -> int:
     # A plain norm is 6 kernels and the rotation of queries and keys 10; fused, each is one.
-    norms = sum(1 if block.is_fused and norm.reads_input else 6 for norm in block.norms)
-    rotation = 1 if block.is_fused else 10
-    projections_and_attention = 4
-    residual = 1
-    feed_forward = 5 + 1 + 1 if block.intermediate else 0  # with o_proj and its residual
-    return norms + rotation + projections_and_attention + residual + feed_forward
+    norms = sum(1 if is_fused and is_fused_norm(block, norm) else 6 for norm in block.norms)
+    rotation = 1 if is_fused else 10
+    attention, residual = 1, 1
+    # Three products, the gate (one kernel or two) and the second residual.
+    feed_forward = 4 + (1 if is_fused else 2) if block.intermediate else 0
+    return norms + rotation + _products(block) + attention + residual + feed_forward
 
 
-def _moved_forward(block: Block, width: int) -> float:
+def _launches_backward(block: Block, is_fused: bool, trains: bool) -> int:
+    norms = sum(2 if is_fused and is_fused_norm(block, norm) else 12 for norm in block.norms)
+    rotation = 1 if is_fused else 15
+    attention = 3
+    products = _products(block) + (3 if block.intermediate else 0)
+    # Gradients of what several products read are added up, two of queries, keys and values.
+    sums = 3 + (2 if block.intermediate else 0)
+    gate = (1 if is_fused else 4) if block.intermediate else 0
+    # A second product for each weight, and the sum with what is there.
+    weights = 2 * products + len(block.norms) if trains else 0
+    return norms + rotation + attention + products + sums + gate + weights
+
+
+def _products(block: Block) -> int:
+    return 4 if block.intermediate else 3  # a memory block has no o_proj
+
+
+def _moved_forward(block: Block, is_fused: bool, width: int) -> float:
     norms = sum(
-        norm.covered * (2 * width if block.is_fused and norm.reads_input else 28 + 4 * width)
+        norm.covered * (2 * width if is_fused and is_fused_norm(block, norm) else 28 + 4 * width)
         for norm in block.norms
     )
-    rotation = (2 if block.is_fused else 10) * width * (block.attended + block.kv_width)
+    rotation = (2 if is_fused else 10) * width * (block.attended + block.kv_width)
     residuals = 3 * width * block.hidden * (2 if block.intermediate else 1)
-    return norms + rotation + residuals + 5 * width * block.intermediate
+    return norms + rotation + residuals + (3 if is_fused else 5) * width * block.intermediate
 
 
-def _moved_backward(block: Block, trains: bool, width: int) -> float:
+def _moved_backward(block: Block, is_fused: bool, trains: bool, width: int) -> float:
     plain = 68 + 7 * width + (5 * width if trains else 0)
     norms = sum(
-        norm.covered * (8 * width if block.is_fused and norm.reads_input else plain)
+        norm.covered * (4 * width if is_fused and is_fused_norm(block, norm) else plain)
         for norm in block.norms
     )
-    rotation = (2 if block.is_fused else 15) * width * (block.attended + block.kv_width)
+    rotation = (2 if is_fused else 15) * width * (block.attended + block.kv_width)
     # The gradients of inputs that several products share are added up.
     shared = 2 * 3 * width * block.hidden + (3 * width * block.hidden if block.intermediate else 0)
-    return norms + rotation + shared + 9 * width * block.intermediate
+    return norms + rotation + shared + (5 if is_fused else 9) * width * block.intermediate
 
 
 def _memory_forward(memory: Memory, width: int) -> Work:
@@ -130,24 +148,23 @@ def _memory_forward(memory: Memory, width: int) -> Work:
             # Rows and columns each meet n keys of half a head's query.
             matmul=2.0 * (n * attended + memory.picked * gathered + project),
             moved=read_and_write,
-            launches=1 if memory.values == "hive" else 4,
+            launches=(1 if memory.values == "hive" else 4) + memory.num_projections,
         )
     gathered = memory.picked * memory.hidden
     if memory.kind == "pkm":
         return Work(
             matmul=2.0 * (n * attended + gathered),
             moved=read_and_write + width * gathered,
-            launches=4,
+            launches=4 + memory.num_projections,
         )
     if memory.kind == "linear":
-        scores = heads * memory.num_slots
         chosen = memory.top_k * attended
         return Work(
             matmul=2.0 * gathered,
             float32=2.0 * (memory.num_slots * attended + chosen),
-            # Scores are written, and read to find the best.
-            moved=read_and_write + width * gathered + 8 * scores + (2 * width + 20) * chosen,
-            launches=14,
+            moved=read_and_write + width * gathered + (2 * width + 20) * chosen,
+            linear_scores=4.0 * heads * memory.num_slots,
+            launches=14 + memory.num_projections,
         )
     rows = heads * _SIDE * n * _RANK  # scores of one side
     picked = memory.picked * memory.hidden // _EXPANSION
@@ -155,6 +172,7 @@ def _memory_forward(memory: Memory, width: int) -> Work:
         matmul=2.0 * (memory.hidden**2 + picked * (1 + _EXPANSION)),
         float32=2.0 * _SIDE * n * _RANK * attended,
         moved=read_and_write + 2 * 4 * rows * 3 + 5 * width * picked + 36 * attended,
+        ultramem_scores=2 * 4 * rows,
         launches=60,
     )
 
@@ -164,9 +182,9 @@ def _memory_backward(memory: Memory, width: int) -> Work:
     forward = _memory_forward(memory, width)
     return Work(
         matmul=2 * forward.matmul,
-        # Linear's search has no gradient, only the scores of what it found.
+        # A search has no gradient, only the scores of what it found.
         float32=0.0 if memory.kind == "linear" else 2 * forward.float32,
-        moved=2 * forward.moved
-        - (16 * memory.num_heads * memory.num_slots if memory.kind == "linear" else 0),
-        launches=forward.launches,
+        moved=2 * forward.moved,
+        # A product's gradient is two and two sums of them; the table's is sorted, then summed.
+        launches=forward.launches + 3 * memory.num_projections + _TABLE_LAUNCHES,
     )

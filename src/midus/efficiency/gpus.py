@@ -1,9 +1,10 @@
 """GPUs as their data sheets have them, and how much of that a model gets.
 
 Data-sheet values and where they are from: `docs/plan.md`. The shares are measured on an H200 only;
-other GPUs are taken to reach the same shares of their own data sheets.
+other GPUs are taken to reach the same shares of their own data sheets, and hosts to be as quick.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from midus.errors import MidusError, suggest
@@ -36,18 +37,27 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """How much of the data sheet a model gets: measured, and few."""
+    """How much of the data sheet a model gets, and what data sheets do not say: measured."""
 
-    matmul: float
-    """Of the peak, in products with weights."""
-    attention: float
-    """Of the peak, in attention, causal halves counted as half."""
+    products: float
+    """Of the peak, in products with weights and in attention, causal halves counted as half."""
     bandwidth: float
     """Of the memory's bandwidth, in everything that is elementwise, and in the optimizer."""
     decode: float
     """Of the memory's bandwidth, in a compiled decoding step."""
+    block_us: float
+    """Microseconds of a compiled decoding step that a base block takes besides its bytes."""
+    memory_us: Mapping[str, float]
+    """The same of a memory block, by kind."""
+    linear_passes: float
+    """Times a linear memory's scores pass the GPU's memory in their search, which is ops of
+    PyTorch: coarse, one number for all of them."""
+    ultramem_passes: float
+    """The same of UltraMem's, besides what is counted."""
     launch_us: float
-    """Microseconds Python takes to launch one kernel; the host's, not the GPU's."""
+    """Microseconds the host takes to start one kernel in inference; no matter of the GPU."""
+    train_launch_us: float
+    """The same in training, where autograd's work comes with it."""
 
 
 GPUS: dict[str, Gpu] = {
@@ -138,10 +148,20 @@ GPUS: dict[str, Gpu] = {
 
 MEASURED_ON = "h200"
 
-# Fitted as `benchmarks/plan_error.py --fit` does, to base and Llama Pro of the Llama-3.1-8B shape:
-# the first H200 timings of prefill, eager and compiled decoding, and training. `bandwidth` is a
-# measured copy (4.3 of 4.8 TB/s).
-SHARES = Shares(matmul=0.57, attention=0.76, bandwidth=0.90, decode=0.55, launch_us=17.8)
+# `benchmarks/plan_error.py --fit` prints these; which rows each comes from: `docs/plan.md`.
+# `bandwidth` is a measured copy (4.3 of 4.8 TB/s). Products and attention have one share: in these
+# rows they grow together, so that two could not be told apart.
+SHARES = Shares(
+    products=0.584,
+    bandwidth=0.90,
+    decode=1.004,
+    block_us=22.7,
+    memory_us={"hml": 13.8, "pkm": 132.3, "linear": 247.7, "ultramem": 239.4},
+    linear_passes=25.0,
+    ultramem_passes=64.6,
+    launch_us=29.5,
+    train_launch_us=57.3,
+)
 
 
 def find_gpu(name: str) -> Gpu:
