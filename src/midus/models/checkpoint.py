@@ -17,10 +17,12 @@ from midus.models.families import is_upscaled
 from midus.models.fingerprint import covers_every_element, fingerprint, is_base_tensor
 from midus.models.record import base_of, inserted_positions, write_record
 from midus.models.sources import resolve_source
+from midus.models.untrusted import refuse_escape, shown
 from midus.models.weights import Weights, same_tensor
 
 DELTA_NAME = "delta.safetensors"
-_BLOCK = re.compile(r"^(?:model\.)?layers\.(\d+)\.(.*)$")
+# One way to write an index: two names must never mean one tensor.
+_BLOCK = re.compile(r"^(?:model\.)?layers\.(0|[1-9][0-9]{0,5})\.(.*)$")
 _HEAD = "lm_head.weight"
 _COMPANIONS = (
     "generation_config.json",
@@ -62,7 +64,7 @@ def renumber(name: str, positions: list[int]) -> str:
     layer, rest = parts
     if layer >= len(positions):
         raise MidusError(
-            f"tensor {name!r} belongs to block {layer}, but the base's config has "
+            f"tensor {shown(name)!r} belongs to block {layer}, but the base's config has "
             f"{len(positions)} blocks; config and weights do not fit together"
         )
     return f"model.layers.{positions[layer]}.{rest}"
@@ -87,11 +89,18 @@ def block_names(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
 def base_names(base: Weights, config: Any) -> dict[str, str]:
     """Name in the up-scaled model by name in the base, for every tensor that is taken over."""
     positions = base_positions(config)
-    return {
+    names = {
         name: renumber(name, positions)
         for name in base
         if is_base_tensor(name, config.tie_word_embeddings)
     }
+    if len(set(names.values())) != len(names):
+        twice = next(name for name in names if full_name(name) != name and full_name(name) in base)
+        raise MidusError(
+            f"the base holds {shown(twice)!r} and {shown(full_name(twice))!r}, which are one "
+            "tensor; fetch it again"
+        )
+    return names
 
 
 def has_tied_head(base: Weights, config: Any) -> bool:
@@ -101,7 +110,13 @@ def has_tied_head(base: Weights, config: Any) -> bool:
     """
     if not config.tie_word_embeddings or _HEAD not in base:
         return bool(config.tie_word_embeddings)
-    embedding = next(name for name in base if full_name(name) == "model.embed_tokens.weight")
+    names = [name for name in base if full_name(name) == "model.embed_tokens.weight"]
+    if not names:
+        raise MidusError(
+            "the base lacks the tensor 'model.embed_tokens.weight' that its config calls for; "
+            "fetch it again"
+        )
+    embedding = names[0]
     return same_tensor(base, _HEAD, base, embedding, base[_HEAD].dtype)
 
 
@@ -127,7 +142,7 @@ def open_base(config: Any, base: str | Path | None = None, **download: Any) -> W
         if found != expected:
             raise MidusError(
                 f"{source} is not the base of this model: its fingerprint is {found}, the model "
-                f"was made from {expected}; give the base it was made from"
+                f"was made from {shown(expected)}; give the base it was made from"
             )
     return weights
 
@@ -137,8 +152,8 @@ def refuse_foreign_tensors(delta: Iterable[str], config: Any) -> None:
     for name in delta:
         if not is_inserted(name, config):
             raise MidusError(
-                f"{DELTA_NAME} holds {name!r}, which belongs to the base and not to an inserted "
-                "block; fetch the delta again"
+                f"{DELTA_NAME} holds {shown(name)!r}, which belongs to the base and not to an "
+                "inserted block; fetch the delta again"
             )
 
 
@@ -154,7 +169,7 @@ def copy_companions(source: Path, folder: Path, unless_in: Path | None = None) -
         for path in source.glob(pattern):
             kept = unless_in is not None and (unless_in / path.name).exists()
             if path.is_file() and path.suffix != ".py" and not kept:
-                shutil.copyfile(path, folder / path.name)
+                shutil.copyfile(refuse_escape(path), folder / path.name)
 
 
 def write_surroundings(

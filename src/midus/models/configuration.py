@@ -5,7 +5,6 @@ stack: the KV cache and the attention masks depend on both.
 """
 
 import copy
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,17 @@ from midus.config import MemoryConfig
 from midus.errors import MidusError
 from midus.models.families import FAMILIES, PREFIX, Family, find_family, is_upscaled
 from midus.models.record import attach_record
+from midus.models.untrusted import (
+    check_base_model,
+    check_making,
+    check_positions,
+    is_whole,
+    read_json,
+    reason_of,
+    refuse_odd_sizes,
+    refuse_redirections,
+    shown,
+)
 
 FORMAT_VERSION = 1
 
@@ -48,17 +58,29 @@ class MidusConfigMixin:
     """Version of this layout."""
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.midus_format > FORMAT_VERSION:
+        if not is_whole(self.midus_format, 1, FORMAT_VERSION):
             raise MidusError(
-                f"this checkpoint has midus format {self.midus_format}, and this midus reads up to "
-                f"{FORMAT_VERSION}; upgrade midus"
+                f"this checkpoint has midus format {shown(self.midus_format)}, this midus reads "
+                f"up to {FORMAT_VERSION}; upgrade midus"
             )
-        for name, kind in (("memory_positions", list), ("memory", dict), ("upscaling", dict)):
-            if not isinstance(getattr(self, name), kind):
+        for name in ("memory", "upscaling"):
+            if not isinstance(getattr(self, name), dict):
                 raise MidusError(
-                    f"{name}={getattr(self, name)!r} in the config must be a {kind.__name__}; "
+                    f"{name}={shown(repr(getattr(self, name)))} in the config must be a dict; "
                     "fetch the checkpoint again"
                 )
+        if not isinstance(self.is_delta, bool):
+            raise MidusError(
+                f"is_delta={shown(repr(self.is_delta))} in the config must be true or false; "
+                "fetch the checkpoint again"
+            )
+        check_positions(self.memory_positions, self.num_hidden_layers)  # type: ignore[attr-defined]
+        check_base_model(self.base_model)
+        check_making(self.upscaling)
+        try:
+            MemoryConfig.from_dict(self.memory)
+        except MidusError as error:
+            raise MidusError(f"the memory of the config cannot be: {shown(error, 500)}") from error
         super().__post_init__(**kwargs)  # type: ignore[misc]  # the family's config class
 
     @property
@@ -141,28 +163,69 @@ def read_config(folder: Path) -> Any:
     """The config of a model folder."""
     from transformers import AutoConfig
 
+    path = folder / "config.json"
     try:
-        values = json.loads((folder / "config.json").read_text())
+        values = read_json(path)
         model_type = values.get("model_type")
+    except MidusError:
+        raise
     except (OSError, ValueError, AttributeError) as error:
-        raise MidusError(f"{folder / 'config.json'} cannot be read ({error})") from error
+        raise MidusError(f"{path} cannot be read ({shown(error)})") from error
     if not isinstance(model_type, str):
         raise MidusError(
-            f"{folder / 'config.json'} names no model_type (it says {model_type!r}); "
+            f"{path} names no model_type (it says {shown(repr(model_type))}); "
             "give a Hugging Face model folder"
         )
     find_family(model_type)
+    refuse_redirections(values, path)
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        refuse_odd_sizes(config, path)
+        _refuse_odd_type(config, path)
         if not is_upscaled(model_type):
             attach_record(config, folder)
+        _build_one_block(config)
         return config
     except MidusError:
         raise
     except Exception as error:
         # transformers has many ways to refuse a config; its last line says what is wrong.
-        reason = str(error).strip().split("\n")[-1].strip()
-        raise MidusError(f"{folder / 'config.json'} is not a usable config: {reason}") from error
+        raise MidusError(f"{path} is not a usable config: {reason_of(error)}") from error
+
+
+def _refuse_odd_type(config: Any, path: Path) -> None:
+    import torch
+
+    # transformers takes any attribute of torch for a type.
+    dtype = config.dtype
+    is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    if dtype is not None and not is_float:
+        raise MidusError(
+            f"{path} has dtype={shown(repr(dtype))}, where float32, bfloat16 or float16 belongs; "
+            "fetch the checkpoint again"
+        )
+
+
+def _build_one_block(config: Any) -> None:
+    """Builds the model's parts once each, without weights: a config that cannot be fails here."""
+    import torch
+
+    from midus.models.block import MemoryBlock
+
+    family = find_family(config.model_type)
+    probe = copy.deepcopy(config)
+    with torch.device("meta"):
+        if is_upscaled(config.model_type):
+            if not config.memory_positions:
+                raise MidusError(
+                    "the config names no memory_positions, though its model_type is "
+                    f"{config.model_type!r}; fetch the checkpoint again"
+                )
+            MemoryBlock(config, config.memory_positions[0])
+        probe.num_hidden_layers = 1
+        if getattr(probe, "layer_types", None):
+            probe.layer_types = probe.layer_types[:1]
+        family.causal_lm_class(probe)
 
 
 def __getattr__(name: str) -> Any:

@@ -20,10 +20,11 @@ from midus.models.checkpoint import (
     refuse_foreign_tensors,
     write_surroundings,
 )
-from midus.models.fingerprint import fingerprint
+from midus.models.fingerprint import fingerprint, is_base_tensor
 from midus.models.record import base_of, record_of, update_record
 from midus.models.sources import source_id
-from midus.models.weights import Weights
+from midus.models.untrusted import reason_of, shown
+from midus.models.weights import Weights, require_finite, require_floats
 
 HUB_KEYS = (
     "cache_dir",
@@ -64,16 +65,15 @@ def load_delta(model_class: Any, source: Any, base: Any, *args: Any, **kwargs: A
         kwargs.update(kept)
     weights = open_base(config, base, **{key: hub[key] for key in _BASE_HUB_KEYS if key in hub})
     delta = Weights.open_file(Path(str(cached_file(source, DELTA_NAME, **hub))))
-    refuse_foreign_tensors(delta, config)
-    state_dict = {
-        new: _LazyTensor(weights, old) for old, new in base_names(weights, config).items()
-    }
-    state_dict.update({name: _LazyTensor(delta, name) for name in delta})
+    names = base_names(weights, config)
+    refuse_unfit_delta(model_class, config, delta, names, weights, source)
+    state_dict = {new: _LazyTensor(weights, old) for old, new in names.items()}
+    state_dict.update({name: _LazyTensor(delta, name, source) for name in delta})
     if is_deepspeed_zero3_enabled():
         state_dict = {name: tensor[...] for name, tensor in state_dict.items()}
     if "generation_config" not in kwargs:
         with suppress(OSError):  # not every base has one
-            kwargs["generation_config"] = GenerationConfig.from_pretrained(source, **hub)
+            kwargs["generation_config"] = _generation_config(GenerationConfig, source, hub)
     update_record(config, is_delta=False)
     want_info = kwargs.pop("output_loading_info", False)
     model, info = model_class.from_pretrained(
@@ -86,6 +86,71 @@ def load_delta(model_class: Any, source: Any, base: Any, *args: Any, **kwargs: A
         )
     model.name_or_path = model.config.name_or_path = str(source)
     return (model, info) if want_info else model
+
+
+def refuse_unfit_delta(
+    model_class: Any,
+    config: Any,
+    delta: Weights,
+    names: dict[str, str],
+    base: Weights,
+    source: Any,
+) -> None:
+    """Refuses a delta whose tensors are not the inserted ones its config describes.
+
+    It reads headers only, and comes before anything of a recorded size is allocated.
+
+    Args:
+        model_class: Class that is to be loaded.
+        config: Config of the delta.
+        delta: The delta's tensors.
+        names: Name in the up-scaled model by name in the base.
+        base: The base's tensors.
+        source: What to call the delta in messages.
+    """
+    refuse_foreign_tensors(delta, config)
+    require_floats(delta, source)
+    if not getattr(config, "quantization_config", None):
+        require_floats(base, "the base")
+    with torch.device("meta"):
+        state_dict = model_class(copy.deepcopy(config)).state_dict()
+    wanted = {full_name(name): tuple(tensor.shape) for name, tensor in state_dict.items()}
+    stored = {new: base[old].shape for old, new in names.items()}
+    stored |= {name: entry.shape for name, entry in delta.items()}
+    missing = [
+        name
+        for name in wanted
+        if name not in stored and is_base_tensor(name, config.tie_word_embeddings)
+    ]
+    if missing:
+        raise MidusError(
+            f"{source} and its base lack {len(missing)} tensors of the model, "
+            f"{min(missing)} among them; fetch the delta again"
+        )
+    for name, shape in stored.items():
+        if name in delta and name not in wanted:
+            raise MidusError(
+                f"{DELTA_NAME} holds {shown(name)!r}, which the model of its config does not have; "
+                "fetch the delta again"
+            )
+        if wanted.get(name, shape) != shape:
+            raise MidusError(
+                f"{source} has {shown(name)!r} of shape {list(shape)}, and its config calls for "
+                f"{list(wanted[name])}; config and weights do not fit together"
+            )
+
+
+def _generation_config(config_class: Any, source: Any, hub: dict[str, Any]) -> Any:
+    try:
+        return config_class.from_pretrained(source, **hub)
+    except OSError:
+        raise
+    except Exception as error:
+        # It sets whatever fields the file has, and checks them in as many ways.
+        raise MidusError(
+            f"{source} has no usable generation_config.json ({reason_of(error)}); "
+            "remove it or fetch it again"
+        ) from error
 
 
 def save_delta(model: Any, folder: str | Path, base: str | Path | None = None) -> None:
@@ -188,12 +253,15 @@ def holds_its_base(model: Any) -> bool:
 class _LazyTensor:
     """A stored tensor that Hugging Face's loader reads when its turn comes, like a slice."""
 
-    def __init__(self, weights: Weights, name: str) -> None:
+    def __init__(self, weights: Weights, name: str, delta: Any = None) -> None:
         self._weights = weights
         self._name = name
+        self._delta = delta
 
     def __getitem__(self, key: Any) -> Any:
         tensor = self._weights.read(self._name)
+        if self._delta is not None:
+            require_finite(tensor, self._name, self._delta)
         return tensor if key is Ellipsis else tensor[key]
 
     def get_shape(self) -> list[int]:

@@ -12,7 +12,10 @@ from midus.models.delta import load_delta
 from midus.models.fitting import causal_lm_class, refuse_misfit
 from midus.models.record import is_delta
 from midus.models.sources import resolve_source
-from midus.models.weights import Weights
+from midus.models.untrusted import reason_of
+from midus.models.weights import Weights, require_floats
+
+ADAPTER_NAME = "adapter_config.json"
 
 
 def load_model(
@@ -47,16 +50,29 @@ def load_model(
         weights = Weights.open_folder(folder)
         if not getattr(config, "quantization_config", None):
             refuse_misfit({n: entry.shape for n, entry in weights.items()}, config, source)
+            require_floats(weights, source)
+        if (folder / ADAPTER_NAME).exists():
+            raise MidusError(
+                f"{source} has an {ADAPTER_NAME}, by which transformers would load another model; "
+                "remove it or merge the adapter"
+            )
     options = {"dtype": dtype or "auto", "output_loading_info": True}
     try:
         loaded: Any
         if delta:
             loaded = load_delta(causal_lm_class(config), folder, base, **options)
         else:
-            loaded = AutoModelForCausalLM.from_pretrained(folder, **options)
-    except (ImportError, OSError, RuntimeError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise MidusError(f"{source} cannot be loaded ({reason})") from error
+            # Never a pickle, never code that came with the weights.
+            loaded = AutoModelForCausalLM.from_pretrained(
+                folder, use_safetensors=True, trust_remote_code=False, **options
+            )
+    except MidusError:
+        raise
+    except Exception as error:
+        # A damaged or hostile file fails in as many ways as transformers has steps.
+        raise MidusError(
+            f"{source} cannot be loaded ({reason_of(error)}); fetch it again"
+        ) from error
     model, info = loaded
     if info["missing_keys"]:
         raise MidusError(
@@ -88,7 +104,9 @@ def load_tokenizer(source: str | Path) -> Any:
 
     folder = resolve_source(source)
     try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise MidusError(f"{source} has no usable tokenizer ({reason}); add its files") from error
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        # The tokenizers package raises plain `Exception` for a file it cannot read.
+        raise MidusError(
+            f"{source} has no usable tokenizer ({reason_of(error)}); add its files"
+        ) from error

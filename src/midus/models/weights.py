@@ -7,21 +7,31 @@ header, the data) is the safetensors format itself.
 
 import json
 import os
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from midus.errors import MidusError
+from midus.models.untrusted import is_whole, parse_json, read_json, refuse_escape, shown
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _CHUNK = 8 << 20
 _MAX_HEADER = 100 << 20
+_MAX_DIMS = 64
+_MAX_ELEMENTS = 2**60
+
+# BatchNorm's count of the batches it saw, the one whole number of a grown model.
+_COUNTERS = "num_batches_tracked"
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_SHARD = re.compile(r"(?!\.)[\w.+ -]{1,200}\.safetensors")
 
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -54,8 +64,8 @@ class TensorEntry:
     def dtype(self) -> torch.dtype:
         if self.dtype_name not in _DTYPES:
             raise MidusError(
-                f"{self.file} holds a tensor of type {self.dtype_name}, which is not supported; "
-                f"known types: {', '.join(_DTYPES)}"
+                f"{self.file} holds a tensor of type {shown(self.dtype_name)}, which is not "
+                f"supported; known types: {', '.join(_DTYPES)}"
             )
         return _DTYPES[self.dtype_name]
 
@@ -85,7 +95,14 @@ class Weights(Mapping[str, TensorEntry]):
         """The tensors of a Hugging Face folder, sharded or not."""
         entries: dict[str, TensorEntry] = {}
         for path in _weight_files(folder):
-            entries.update(_read_header(path))
+            found = _read_header(path)
+            if twice := entries.keys() & found.keys():
+                name = min(twice)
+                raise MidusError(
+                    f"{path} and {entries[name].file.name} both hold {shown(name)!r}; "
+                    "fetch the checkpoint again"
+                )
+            entries.update(found)
         return cls(entries)
 
     def by_file(self) -> dict[Path, list[str]]:
@@ -195,25 +212,42 @@ def _converted(entry: TensorEntry, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
 
 
+def require_floats(weights: Weights, source: str | Path) -> None:
+    """Refuses whole numbers and 8-bit types, which only a quantized model has for weights."""
+    for name, entry in weights.items():
+        is_float = entry.dtype.is_floating_point and entry.dtype.itemsize > 1
+        if not is_float and not name.endswith(_COUNTERS):
+            raise MidusError(
+                f"{source} has {shown(name)!r} of type {entry.dtype_name}, where float32, bfloat16 "
+                "or float16 belongs; use the unquantized model"
+            )
+
+
+def require_finite(tensor: Tensor, name: str, source: str | Path) -> Tensor:
+    """Refuses a tensor that holds NaN or infinity; returns it."""
+    if tensor.is_floating_point() and tensor.numel():
+        low, high = tensor.aminmax()  # one pass, no copy; NaN comes through
+        if not (low.isfinite() and high.isfinite()):
+            raise MidusError(
+                f"{source} has NaN or infinity in {shown(name)!r}, so its training diverged or the "
+                "file is damaged; use an earlier checkpoint or fetch it again"
+            )
+    return tensor
+
+
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_NAME
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise MidusError(
-                f"{index} is not a safetensors index ({error}); fetch it again"
-            ) from error
-        if bad := [name for name in names if Path(str(name)).name != name]:
-            raise MidusError(f"{index} names {bad[0]!r}, not a file beside it; do not use it")
-        return [folder / name for name in sorted(names)]
+    shards = _shards(index) if index.is_file() else []
+    # A single file comes before an index, as in transformers: both must read the same weights.
     if (folder / SINGLE_NAME).is_file():
         return [folder / SINGLE_NAME]
+    if shards:
+        return shards
     if (folder / "delta.safetensors").is_file():
         raise MidusError(
             f"{folder} is a delta, which holds no whole model; make one with midus merge"
         )
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+    if any(path for suffix in _PICKLES for path in folder.glob(f"*{suffix}")):
         raise MidusError(
             f"{folder} has pickle weights only (.bin), which can run code when opened; "
             "convert them to safetensors and use that folder"
@@ -223,38 +257,69 @@ def _weight_files(folder: Path) -> list[Path]:
     )
 
 
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = list(read_json(index)["weight_map"].values())
+    except MidusError:
+        raise
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise MidusError(
+            f"{index} is not a safetensors index ({shown(error)}); fetch it again"
+        ) from error
+    for name in names:
+        if not isinstance(name, str) or not _SHARD.fullmatch(name):
+            raise MidusError(
+                f"{index} names {shown(repr(name))}, not a file beside it; do not use it"
+            )
+    return [index.parent / name for name in sorted(set(names))]
+
+
 def _read_header(path: Path) -> dict[str, TensorEntry]:
-    if not path.is_file():
+    """Where each tensor lies; nothing is read or allocated that the file does not hold."""
+    if not refuse_escape(path).is_file():
         raise MidusError(f"{path} is missing; fetch the checkpoint again")
     size = path.stat().st_size
-    broken = f"{path} is not a whole safetensors file ({size:,} bytes); fetch it again"
+    broken = f"{path} is not a whole safetensors file ({size:,} bytes{{}}); fetch it again"
     with path.open("rb") as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER + 1
         if length > min(_MAX_HEADER, size):
-            raise MidusError(broken)
+            raise MidusError(broken.format(""))
         text = file.read(length)
     try:
-        header = json.loads(text)
+        header = parse_json(text)
         header.pop("__metadata__", None)
-        entries = {
-            name: TensorEntry(
-                path,
-                info["dtype"],
-                tuple(info["shape"]),
-                8 + length + info["data_offsets"][0],
-                8 + length + info["data_offsets"][1],
-            )
-            for name, info in header.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise MidusError(broken) from error
+        entries = {name: _make_entry(path, info, 8 + length, size) for name, info in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MidusError(broken.format(f": {shown(error)}")) from error
     if max((entry.stop for entry in entries.values()), default=8 + length) != size:
-        raise MidusError(broken)
-    for name, entry in entries.items():
+        raise MidusError(broken.format(""))
+    end = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.stop - entry.start != prod(entry.shape) * entry.dtype.itemsize:
-            raise MidusError(f"{path} gives tensor {name!r} a wrong size; fetch it again")
+            raise MidusError(f"{path} gives tensor {shown(name)!r} a wrong size; fetch it again")
+        if entry.start != end:
+            raise MidusError(
+                f"{path} has tensor {shown(name)!r} over another one or after a hole; "
+                "fetch it again"
+            )
+        end = entry.stop
     return entries
+
+
+def _make_entry(path: Path, info: dict[str, Any], data: int, size: int) -> TensorEntry:
+    """One row of a header, every number checked; ``ValueError`` or the like if it is none."""
+    dtype_name, shape = info["dtype"], info["shape"]
+    start, stop = info["data_offsets"]
+    if not isinstance(dtype_name, str) or not isinstance(shape, list) or len(shape) > _MAX_DIMS:
+        raise ValueError("a tensor without type and shape")
+    if not (is_whole(stop, 0, size - data) and is_whole(start, 0, stop)):
+        raise ValueError("a tensor outside the file")
+    if not all(is_whole(n, 0, _MAX_ELEMENTS) for n in shape) or (
+        prod(n or 1 for n in shape) > _MAX_ELEMENTS  # an empty tensor has strides all the same
+    ):
+        raise ValueError("a tensor of a shape that cannot be")
+    return TensorEntry(path, dtype_name, tuple(shape), data + start, data + stop)
 
 
 def fsync(path: Path) -> None:

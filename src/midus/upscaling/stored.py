@@ -31,12 +31,20 @@ from midus.models.checkpoint import (
     write_surroundings,
 )
 from midus.models.configuration import read_config
-from midus.models.delta import base_licence
+from midus.models.delta import base_licence, refuse_unfit_delta
 from midus.models.fingerprint import fingerprint, is_base_tensor
-from midus.models.fitting import refuse_misfit
+from midus.models.fitting import causal_lm_class, refuse_misfit
 from midus.models.record import inserted_positions, is_delta, update_record
 from midus.models.sources import resolve_source, source_id
-from midus.models.weights import INDEX_NAME, Weights, same_tensor, write_copy
+from midus.models.weights import (
+    INDEX_NAME,
+    Weights,
+    dtype_named,
+    require_finite,
+    require_floats,
+    same_tensor,
+    write_copy,
+)
 from midus.upscaling.inspect import count_parameters
 from midus.upscaling.method import BaseBlocks, Growth, Track
 from midus.upscaling.methods import find_method, plan_upscaling
@@ -99,6 +107,7 @@ def upscale_checkpoint(
     )
     refuse_misfit({name: entry.shape for name, entry in weights.items()}, base_config, folder)
     dtype = dtype or _main_dtype(weights, folder)
+    require_floats(weights, folder)
     base_model = {
         "id": source_id(base),
         # The hub's cache keeps each revision in a folder of its name.
@@ -180,17 +189,23 @@ def merge_delta(
     weights = open_base(config, base)
     refuse_overlap(target, folder, *weights.by_file())
     tensors = Weights.open_file(folder / DELTA_NAME)
-    refuse_foreign_tensors(tensors, config)
     shapes = {new: weights[old].shape for old, new in base_names(weights, config).items()}
     shapes |= {name: entry.shape for name, entry in tensors.items()}
+    refuse_foreign_tensors(tensors, config)
     refuse_misfit(shapes, config, folder)
+    refuse_unfit_delta(
+        causal_lm_class(config), config, tensors, base_names(weights, config), weights, folder
+    )
     update_record(config, is_delta=False)
-    dtype = getattr(torch, str(config.dtype).removeprefix("torch."))
+    dtype = dtype_named(str(config.dtype or _main_dtype(weights, folder)).removeprefix("torch."))
     check_space(target, _num_bytes(weights, config, dtype))
     with atomic_folder(target, overwrite) as work:
         positions = inserted_positions(config)
         blocks = (
-            {f"model.layers.{p}.{name}": t for name, t in _read_block(tensors, p).items()}
+            {
+                f"model.layers.{p}.{name}": require_finite(t, f"model.layers.{p}.{name}", folder)
+                for name, t in _read_block(tensors, p).items()
+            }
             for p in positions
         )
         _write_full(work, weights, blocks, config, dtype, track)
