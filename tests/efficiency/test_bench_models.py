@@ -47,10 +47,12 @@ def test_efficiency_has_a_row_a_method_with_every_column(midus, tmp_path):
         assert row["train_tokens_per_iter"] == 2 * 32
         assert row["train_gb"] is None  # nothing counts it on a CPU
         assert row["kv_cache_bytes_per_token"] == 128 * (4 if row is base else 6)
-    ratio = f"({hml['train_s_per_iter'] / base['train_s_per_iter']:.2f}x)"
+    seconds, spread = hml["train_s_per_iter"], hml["train_s_spread"]
+    ratio = f"({seconds / base['train_s_per_iter']:.2f}x)"
+    wavering = f"{seconds:.3f} ± {spread:.3f}"  # where a ratio would say little
     against = f"{hml['train_s_per_iter'] / copies['train_s_per_iter']:.2f}x"
     (line,) = [x for x in result.out.splitlines() if "MIDUS HML" in x and "distributed" in x]
-    assert ratio in line
+    assert (wavering if spread > 0.1 * seconds else ratio) in line
     assert line.rstrip().endswith(against)
     assert str(path) in result.out
 

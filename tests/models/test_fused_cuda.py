@@ -9,7 +9,7 @@ from midus.models import fused
 from midus.models.fast import first_difference, generate_fast
 from midus.models.fused_base import fuse_blocks
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.gpu
 
 SHAPE = {
     "hidden_size": 256,

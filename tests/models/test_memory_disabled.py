@@ -403,7 +403,7 @@ def test_fast_decoding_has_the_state_and_a_graph_of_another_is_not_replayed(monk
         decoder.step()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_on_a_gpu_fused_blocks_and_graphs_follow_the_state():
     base, model = pair()
     base, model = base.cuda(), model.cuda()
