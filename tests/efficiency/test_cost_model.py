@@ -552,3 +552,11 @@ def test_without_a_comparison_nothing_is_claimed(tmp_path):
     said, other = error_sentences(find_gpu("h100"), found)
     assert "training memory 2.0 % (worst 4.5, 9 values)" in said
     assert "nothing was measured on it" in other
+
+
+def test_an_error_that_is_no_independent_check_is_not_shown_as_one():
+    found = {"values": 2, "mean": 0.0, "worst": 0.2, "used": []}
+    sentences = error_sentences(find_gpu("h200"), {"columns": {"train_gb": found}})
+    assert any("no independent check" in sentence for sentence in sentences)
+    other = error_sentences(find_gpu("h200"), {"columns": {"prefill_ms": found}})
+    assert not any("no independent check" in sentence for sentence in other)

@@ -58,17 +58,17 @@ def gradients(trained, ids, autocast=False):
     trained.zero_grad()
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         trained(ids, labels=ids).loss.backward()
-    # Memories are left out: rounding may choose other slots.
+    # Under autocast memories are left out: rounding may choose other slots.
     return {
         name: parameter.grad.clone()
         for name, parameter in trained.named_parameters()
-        if ".memory." not in name
+        if not (autocast and ".memory." in name)
     }
 
 
 def distances(found, exact):
     return {
-        name: ((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in exact
+        name: ((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in found
     }
 
 

@@ -69,6 +69,11 @@ def error_sentences(gpu: Gpu, errors: dict[str, Any] | None) -> list[str]:
             f"measured error of these predictions on the {MEASURED_ON.upper()}, one GPU, mean over "
             f"the values that no share was fitted to: {parts}"
         ]
+        if "train_gb" in errors["columns"]:
+            said.append(
+                "the terms of training memory were set with these rows in sight, so its error is "
+                "no independent check"
+            )
         if "leaked" in errors:
             said.append(errors["leaked"])
     if gpu.name != MEASURED_ON:
