@@ -549,8 +549,9 @@ def test_without_a_comparison_nothing_is_claimed(tmp_path):
     (said,) = error_sentences(H200, None)
     assert "have not been compared" in said
     found = {"columns": {"train_gb": {"values": 9, "mean": 2.0, "worst": 4.5}}}
-    said, other = error_sentences(find_gpu("h100"), found)
+    said, caution, other = error_sentences(find_gpu("h100"), found)
     assert "training memory 2.0 % (worst 4.5, 9 values)" in said
+    assert "no independent check" in caution
     assert "nothing was measured on it" in other
 
 
