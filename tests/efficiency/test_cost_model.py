@@ -389,15 +389,27 @@ def test_a_faster_gpu_is_faster(name):
     assert fast == pytest.approx(slow / 2)
 
 
-def test_small_models_are_bound_by_the_host():
+@pytest.mark.parametrize("run", [Run(cuda_graphs=False), Run(checkpointing=True)])
+def test_small_models_are_bound_by_the_host_where_steps_are_eager(run):
     small, large = (
-        predict_training(stack("base", shape), H200, Run())
+        predict_training(stack("base", shape), H200, run)
         for shape in ("llama-3.2-1b", "llama-3.1-8b")
     )
     assert small.bound == "host"
     assert large.bound == "products"
     faster = replace(H200, bf16_tflops=10 * H200.bf16_tflops)
-    assert predict_training(stack("base", "llama-3.2-1b"), faster, Run()).seconds == small.seconds
+    assert predict_training(stack("base", "llama-3.2-1b"), faster, run).seconds == small.seconds
+
+
+def test_replayed_steps_do_not_wait_for_the_host():
+    graphed, eager = (
+        predict_training(stack("base", "llama-3.2-1b"), H200, Run(cuda_graphs=graphs))
+        for graphs in (True, False)
+    )
+    assert graphed.bound == "products"
+    assert graphed.seconds < eager.seconds
+    # Several GPUs talk between kernels: their steps are eager.
+    assert Run(gpus=8).launches_eagerly(stack("base", "llama-3.2-1b"))
 
 
 def test_a_decoding_step_is_its_bytes_and_the_latency_of_its_blocks():

@@ -98,10 +98,11 @@ def test_an_iteration_trains_what_the_method_trains_and_nothing_else():
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     training_step.prepare_training(model, fused_blocks=True)
     measured = training_step.measure_training(
-        model, CPU, sequence=8, micro_batch=3, accumulation=2, repeats=1, warmup=1
+        model, CPU, sequence=8, micro_batch=3, accumulation=2, repeats=1, warmup=1, cuda_graphs=True
     )
     assert measured["train_tokens_per_iter"] == 3 * 2 * 8
     assert measured["train_s_spread"] == 0
+    assert measured["train_graphed"] is False
     assert measured["train_gb"] is None
     changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
@@ -118,7 +119,7 @@ def test_gradients_of_an_iteration_are_those_of_the_mean_loss_clipped(monkeypatc
     model, plain = tiny(), tiny()
     training_step.prepare_training(model, fused_blocks=True)
     training_step.measure_training(
-        model, CPU, sequence=8, micro_batch=3, accumulation=2, repeats=1, warmup=0
+        model, CPU, sequence=8, micro_batch=3, accumulation=2, repeats=1, warmup=0, cuda_graphs=True
     )
     from midus.models.record import set_trainable
 

@@ -43,7 +43,6 @@ def test_rotation_is_as_close_to_exact_as_plain_pytorch(dtype, angles, batch, ta
             assert a.dtype == (dtype if backend == "triton" else angles or dtype)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="differs there in the last bits; why is not known yet")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("batch", "tables"), [(1, 1), (2, 1), (2, 2)])
 def test_rotation_equals_plain_pytorch_to_the_bit(dtype, batch, tables):

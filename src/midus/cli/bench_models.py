@@ -28,6 +28,10 @@ _FusedBlocks = Annotated[
     bool,
     typer.Option("--fused-blocks/--plain-blocks", help="Train base blocks with our kernels."),
 ]
+_CudaGraphs = Annotated[
+    bool,
+    typer.Option("--cuda-graphs/--eager-steps", help="Replay training steps as CUDA graphs."),
+]
 _Json = Annotated[
     Path | None, typer.Option("--json", help="Result file; default: under bench/. PNG beside it.")
 ]
@@ -46,6 +50,7 @@ def efficiency(
         str, typer.Option(help="Methods to decode by transformers' own compiled step too; slow.")
     ] = "",
     fused_blocks: _FusedBlocks = True,
+    cuda_graphs: _CudaGraphs = True,
     sequence: _Sequence = None,
     micro_batch: _MicroBatch = 1,
     accumulation: _Accumulation = None,
@@ -71,6 +76,7 @@ def efficiency(
         accumulation=accumulation,
         prompts=_lengths(prompts),
         fused_blocks=fused_blocks,
+        cuda_graphs=cuda_graphs,
         skip=parse_skip(skip),
     )
     compiled = parse_subjects(hf_compiled) if hf_compiled else []

@@ -39,6 +39,9 @@ def plan(
     plain_blocks: Annotated[
         bool, typer.Option("--plain-blocks", help="Train with blocks of the base as they are.")
     ] = False,
+    eager_steps: Annotated[
+        bool, typer.Option("--eager-steps", help="Train without CUDA graphs.")
+    ] = False,
     num_subkeys: Annotated[
         int | None, typer.Option(help="Row and column sub-keys of memory layers (paper: n).")
     ] = None,
@@ -79,6 +82,7 @@ def plan(
         precision=precision,  # type: ignore[arg-type]  # checked by Run
         checkpointing=checkpointing,
         fused_blocks=not plain_blocks,
+        cuda_graphs=not eager_steps,
     )
     for count in counts:
         replace(run, gpus=count)  # says what is wrong with it before anything is counted
@@ -112,6 +116,7 @@ def plan(
                 "precision": precision,
                 "checkpointing": checkpointing,
                 "fused_blocks": not plain_blocks,
+                "cuda_graphs": not eager_steps,
                 "context": context,
                 "batch": batch,
                 "methods": [_as_json(p, chosen, run, num_tokens, hourly) for p in predictions],

@@ -58,6 +58,7 @@ def run_of(protocol: dict[str, Any]) -> Run:
         accumulation=protocol["accumulation"],
         precision=_PRECISIONS[dtype],  # type: ignore[arg-type]  # one of them
         fused_blocks=protocol.get("fused_blocks", False),
+        cuda_graphs=protocol.get("cuda_graphs", False),
     )
 
 

@@ -123,7 +123,8 @@ def predict_training(stack: Stack, gpu: Gpu, run: Run, shares: Shares = SHARES) 
     """One iteration on ``run.gpus`` GPUs."""
     memory = sharded_memory(stack, run)
     passes, step = iteration_work(stack, run)
-    computing = total_seconds(passes, gpu, shares, shares.train_launch_us)
+    launch_us = shares.train_launch_us if run.launches_eagerly(stack) else 0.0
+    computing = total_seconds(passes, gpu, shares, launch_us)
     talking = run.accumulation * traffic(stack, run).seconds(gpu) if run.gpus > 1 else 0.0
     operations = micro_batch_work(stack, run).operations
     return Training(
@@ -136,9 +137,7 @@ def predict_training(stack: Stack, gpu: Gpu, run: Run, shares: Shares = SHARES) 
         moved_bytes=passes.moved + step.moved,
         seconds=max(computing, talking) + total_seconds(step, gpu, shares, shares.train_launch_us),
         communication_seconds=talking,
-        bound="communication"
-        if talking > computing
-        else bound_by(passes, gpu, shares, shares.train_launch_us),
+        bound="communication" if talking > computing else bound_by(passes, gpu, shares, launch_us),
     )
 
 

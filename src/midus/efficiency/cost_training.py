@@ -43,6 +43,8 @@ class Run:
     checkpointing: bool = False
     fused_blocks: bool = True
     """Blocks of the base in few, large steps, as `midus train` has them on a GPU."""
+    cuda_graphs: bool = True
+    """Steps replayed as graphs, as `midus train` does on one GPU without checkpointing."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -59,6 +61,11 @@ class Run:
             raise MidusError(
                 f"precision={self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}"
             )
+
+    def launches_eagerly(self, stack: Stack) -> bool:
+        """Whether the host starts each kernel of a micro batch, and can be what bounds it."""
+        is_graphed = self.cuda_graphs and self.gpus == 1 and not self.checkpointing
+        return not (is_graphed and stack.base.can_be_fused)
 
     @property
     def fusing(self) -> Fusing:

@@ -12,7 +12,7 @@ from transformers import StoppingCriteria
 from midus.efficiency.gpu_memory import peak_gb, start_peak
 from midus.efficiency.timing import time_runs
 
-_LONG_PROMPT, _LONG_RUNS = 8192, 3
+_LONG_PROMPT, _LONG_RUNS = 16384, 3
 
 
 def prepare_inference(model: Any) -> None:

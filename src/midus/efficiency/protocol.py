@@ -35,9 +35,9 @@ class Protocol:
     prompts: tuple[int, ...] = (128, 512, 2048, 8192)
     """Prompt lengths of prefill."""
     prefill_warmup: int = 5
-    """Runs of a prompt before the timed ones; one of a prompt of 8,192 tokens or more."""
+    """Runs of a prompt before the timed ones; one of a prompt of 16,384 tokens or more."""
     prefill_runs: int = 5
-    """Timed runs of a prompt under 8,192 tokens; 3 of a longer one."""
+    """Timed runs of a prompt under 16,384 tokens; 3 of a longer one."""
     decode_prompt: int = 128
     decode_tokens: int = 64
     """Tokens that are timed."""
@@ -47,6 +47,8 @@ class Protocol:
     """Prompt whose generation's peak memory is infer_gb."""
     fused_blocks: bool = True
     """Whether blocks of the base train with our kernels, as `midus train` has it."""
+    cuda_graphs: bool = True
+    """Whether a micro batch's step is captured and replayed, as `midus train` does on a GPU."""
     skip: tuple[str, ...] = ()
     """Phases that do not run."""
 

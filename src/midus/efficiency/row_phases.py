@@ -178,6 +178,7 @@ class RowPhases:
                     accumulation=protocol.accumulation,
                     repeats=protocol.repeats,
                     warmup=protocol.train_warmup,
+                    cuda_graphs=protocol.cuda_graphs,
                 )
             )
 

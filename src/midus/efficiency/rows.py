@@ -52,6 +52,7 @@ def empty_row(point: Point) -> dict[str, Any]:
         "train_s_per_iter": None,
         "train_s_spread": None,
         "train_tokens_per_iter": None,
+        "train_graphed": None,
         "decode_eager_tok_s": None,
         "decode_eager_spread": None,
         "decode_compiled_tok_s": None,

@@ -5,14 +5,18 @@ states in bfloat16, no recomputation. What trains is what the method trains; for
 """
 
 import statistics
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from midus.efficiency.gpu_memory import peak_gb, start_peak
 from midus.efficiency.timing import time_runs
 from midus.models.fused_base import fuse_blocks
 from midus.models.record import set_trainable
+from midus.training.graphed import Batch, GraphedStep, why_not_graphed
 from midus.training.loss import use_chunked_loss
 from midus.training.optim import parameter_groups
 from midus.training.options import OptimizerOptions, TrainOptions
@@ -63,26 +67,46 @@ def measure_training(
     accumulation: int,
     repeats: int,
     warmup: int,
+    cuda_graphs: bool,
 ) -> dict[str, Any]:
-    """Median seconds, spread and peak memory of an iteration, the warm-up's memory included."""
+    """Median seconds, spread and peak memory of an iteration, the warm-up's memory included.
+
+    With graphs the warm-up is eager: the optimizer's states are there when the graph takes its
+    memory, so that the peak is one of both.
+    """
     try:
         start_peak(device)
         optimizer = make_optimizer(model, device)
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         shape = (accumulation, micro_batch, sequence)
         tokens = torch.randint(model.config.vocab_size, shape, device=device)
-        num_predicted = accumulation * micro_batch * (sequence - 1)
+        num_predicted = torch.tensor(accumulation * micro_batch * (sequence - 1), device=device)
+        batches = [
+            {"input_ids": batch, "labels": batch, "num_items_in_batch": num_predicted}
+            for batch in tokens.unbind(0)
+        ]
 
-        def iterate() -> None:
-            for batch in tokens.unbind(0):
-                loss = model(batch, labels=batch, num_items_in_batch=num_predicted).loss
-                loss.backward()
+        def loss_of(batch: Batch) -> Tensor:
+            loss: Tensor = model(**batch).loss
+            return loss
+
+        def iterate(step: Callable[[Batch], Any]) -> None:
+            for batch in batches:
+                step(batch)
             torch.nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-        seconds = time_runs(iterate, device, repeats, warmup)
+        eager = partial(iterate, lambda batch: loss_of(batch).backward())
+        is_graphed = cuda_graphs and not why_not_graphed(model, batches[0])
+        if is_graphed:
+            time_runs(eager, device, warmup)
+            graphed = partial(iterate, GraphedStep(model, loss_of, batches[0]))
+            seconds = time_runs(graphed, device, repeats, warmup)
+        else:
+            seconds = time_runs(eager, device, repeats, warmup)
         return {
+            "train_graphed": is_graphed,
             "train_s_per_iter": statistics.median(seconds),
             "train_s_spread": max(seconds) - min(seconds),
             "train_tokens_per_iter": tokens.numel(),

@@ -8,25 +8,20 @@ causal language model of a supported family can be decoded so, with memory block
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, StaticCache
 from transformers.cache_utils import StaticLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from midus.errors import MidusError
+from midus.models.captured_attention import token_attention
 from midus.models.fused_base import fused_blocks
 from midus.models.switch import Gates, gates_of, mark_cache, refuse_other_gates
-from midus.ops import attend_token
 from midus.ops.streams import side_stream
 
-_ATTENTION = "midus_token"
 # What `generate` may be told that one graph a token cannot do.
 _UNSUITED = {
     "num_beams": 1,
@@ -173,7 +168,7 @@ class FastDecoder:
 
     def _forward(self) -> Tensor:
         seen = (self._slots <= self._length) & self._real  # [B, 1, 1, L]
-        with fused_blocks(self._model), _token_attention(self._model):
+        with fused_blocks(self._model), token_attention(self._model):
             out = self._model(
                 input_ids=self._ids,
                 attention_mask=seen,
@@ -330,44 +325,6 @@ class _LateFlag:
         if self._events[1] is not None:
             self._events[1].synchronize()
         return bool(self._flags[1])
-
-
-def _attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    cached_length: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """An attention function as transformers wants it: one token over a static cache."""
-    if cached_length is None or query.shape[2] != 1 or query.device.type != "cuda":
-        out: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, **kwargs
-        )
-        return out
-    mask = None if attention_mask is None else attention_mask[:, 0, 0].expand(len(query), -1)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend_token(query[:, :, 0], key, value, cached_length, mask, scale).unsqueeze(1), None
-
-
-@contextmanager
-def _token_attention(model: Any) -> Iterator[None]:
-    """While open, the model's attention is ours, where it was PyTorch's."""
-    before = model.config._attn_implementation
-    if before != "sdpa":
-        yield
-        return
-    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, sdpa_mask)
-    model.config._attn_implementation = _ATTENTION
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
 
 
 def _why_not(model: Any) -> str:

@@ -141,6 +141,8 @@ class TrainOptions:
     """Tokens whose logits are in memory at a time while the loss is computed."""
     fused_blocks: bool = True
     """On a GPU, compute norms, rotary embeddings and gates of Llama-like blocks in our kernels."""
+    cuda_graphs: bool = True
+    """cpt on one GPU: capture the step of a micro batch once and replay it."""
     max_length: int = 2048
     """sft: longest example in tokens; longer ones are cut."""
     keep_best: bool = False
@@ -162,15 +164,13 @@ class TrainOptions:
         for name in ("model", "output"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise MidusError(f"{name}={getattr(self, name)!r} must be a non-empty string")
-        for name in ("load_in_4bit", "keep_best"):
+        for name in ("load_in_4bit", "keep_best", "fused_blocks", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise MidusError(f"{name}={getattr(self, name)!r} must be true or false")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
             raise MidusError(f"seed={self.seed!r} must be a whole number from 0")
         if self.attention is not None and not isinstance(self.attention, str):
             raise MidusError(f"attention={self.attention!r} must be a name such as sdpa")
-        if not isinstance(self.fused_blocks, bool):
-            raise MidusError(f"fused_blocks={self.fused_blocks!r} must be true or false")
         for name in ("batch_size", "loss_chunk", "max_length"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:

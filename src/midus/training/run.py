@@ -46,6 +46,7 @@ RESULT_NAME = "result.json"
 MODEL_NAME = "model"
 # What may change between a run and its continuation without changing its weights.
 _FREE = (
+    "cuda_graphs",
     "output",
     "data.cache",
     "trainer.dataloader_num_workers",
@@ -142,6 +143,7 @@ def make_trainer(
         fuse_blocks(_causal_lm(start.model))
     use_chunked_loss(_causal_lm(start.model), options.loss_chunk)
     trainer = _make_trainer(options, arguments, start, train_data, held_out, tokenizer)
+    trainer.cuda_graphs = options.cuda_graphs
     _refuse_too_few(len(trainer.train_dataset), options.batch_size)
     if len(trainer.train_dataset) < len(train_data):
         dropped = len(train_data) - len(trainer.train_dataset)

@@ -28,6 +28,7 @@ from midus.training.checkpoint import (
     write_weights,
 )
 from midus.training.distributed import keep_sharding_on_cpu
+from midus.training.graphed_trainer import GraphedStepsMixin
 from midus.training.loss import IGNORED
 from midus.training.optim import constant_memory_schedule, parameter_groups
 from midus.training.optimizer_state import (
@@ -325,7 +326,7 @@ def _schedule(scheduler: Any) -> dict[str, Any]:
     return {**state, "lr_lambdas": [None] * len(scheduler.lr_lambdas)}
 
 
-class CptTrainer(MidusTrainerMixin, Trainer):  # type: ignore[misc]  # a mixin sees it as Any
+class CptTrainer(MidusTrainerMixin, GraphedStepsMixin, Trainer):  # type: ignore[misc]  # a mixin sees it as Any
     """Continual pre-training on packed text."""
 
 

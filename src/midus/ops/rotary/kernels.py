@@ -110,6 +110,8 @@ def _constants(num_heads: int, num_kv_heads: int, width: int, inverse: bool) -> 
         BLOCK_KV=power_of_two(num_kv_heads),
         BLOCK_E=power_of_two(width // 2),
         INVERSE=inverse,
+        # Or products would go into sums unrounded, and the last bits differ from plain PyTorch's.
+        enable_fp_fusion=False,
     )
 
 

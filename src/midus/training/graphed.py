@@ -1,0 +1,112 @@
+"""Forward and backward of a micro batch as one CUDA graph, captured once and replayed.
+
+A step launches thousands of kernels. Of a small model each runs for microseconds, less than Python
+takes to launch the next one, and the GPU waits; a graph launches them all at once. The arithmetic
+is the same: the same kernels, on the same numbers, in the same order.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from midus.models.captured_attention import causal_attention
+from midus.models.fused import is_llama_like
+
+Batch = dict[str, Tensor]
+
+
+class GraphedStep:
+    """Adds the gradients of one micro batch to the parameters' and gives its loss.
+
+    Gradients live at fixed places; setting them to None between steps empties those.
+
+    Args:
+        model: A causal language model in training mode for which `why_not_graphed` is empty.
+        loss_of: The loss of a batch by the model, ready for ``backward``.
+        example: A batch; later ones have the same names, shapes and types.
+    """
+
+    def __init__(self, model: Any, loss_of: Callable[[Batch], Tensor], example: Batch) -> None:
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._batch = {name: tensor.clone() for name, tensor in example.items()}
+        before = [parameter.grad for parameter in self._trained]
+        device = next(iter(example.values())).device
+        with causal_attention(model), torch.cuda.device(device):
+            stream = torch.cuda.Stream(device)
+            self._warm_up(loss_of, stream)
+            self._grads = [torch.zeros_like(parameter) for parameter in self._trained]
+            for parameter, grad, old in zip(self._trained, self._grads, before, strict=True):
+                parameter.grad = grad
+                if old is not None:
+                    grad.copy_(old)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=stream):
+                self._loss = loss_of(self._batch)
+                self._loss.backward()
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether a batch is of the example's kind."""
+        return batch.keys() == self._batch.keys() and all(
+            _kind(batch[name]) == _kind(own) for name, own in self._batch.items()
+        )
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """The loss; the gradients have been added."""
+        for name, own in self._batch.items():
+            own.copy_(batch[name])
+        emptied = [
+            (parameter, grad)
+            for parameter, grad in zip(self._trained, self._grads, strict=True)
+            if parameter.grad is not grad
+        ]
+        if emptied:
+            torch._foreach_zero_([grad for _, grad in emptied])
+            for parameter, grad in emptied:
+                if parameter.grad is not None:
+                    grad.copy_(parameter.grad)
+                parameter.grad = grad
+        self._graph.replay()
+        return self._loss.detach().clone()
+
+    def _warm_up(self, loss_of: Callable[[Batch], Tensor], stream: torch.cuda.Stream) -> None:
+        """What first calls allocate and compile must not happen while a graph is captured."""
+        device, current = stream.device, torch.cuda.current_stream(stream.device)
+        for parameter in self._trained:
+            parameter.grad = None
+        stream.wait_stream(current)
+        with torch.random.fork_rng([device]), torch.cuda.stream(stream):
+            loss_of(self._batch).backward()
+        current.wait_stream(stream)
+        for parameter in self._trained:
+            parameter.grad = None
+
+
+def why_not_graphed(model: Any, names: Iterable[str]) -> str:
+    """What keeps a model's step on batches of such names from being captured; empty if nothing."""
+    if model.device.type != "cuda":
+        return f"the model is on {model.device.type}, and graphs are for CUDA devices"
+    attention = model.config._attn_implementation
+    if attention != "sdpa":
+        return f"its attention is {attention!r}, and graphs are for 'sdpa'"
+    others = set(names) - {"input_ids", "labels", "num_items_in_batch"}
+    if others:
+        return f"batches have {', '.join(sorted(others))}, and graphs are for packed text"
+    if getattr(model, "hf_quantizer", None) is not None:
+        return "the model is quantized"
+    if getattr(model, "is_gradient_checkpointing", False):
+        return "gradient checkpointing computes blocks twice"
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return "its query norm keeps running statistics"
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        return "it has dropout"
+    attentions = [module.self_attn for module in model.modules() if hasattr(module, "self_attn")]
+    if not all(is_llama_like(model.config, attention) for attention in attentions):
+        return "some of its blocks attend otherwise than Llama's"
+    return ""
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
