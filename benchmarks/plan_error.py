@@ -25,7 +25,6 @@ from rich.table import Table
 from midus.efficiency.cost_checked import ERROR_FILE, summarize_errors
 from midus.efficiency.cost_comparison import (
     LARGE,
-    LEAKED_GB,
     LONG_PROMPT,
     SMALL,
     compare_rows,
@@ -61,7 +60,7 @@ def main() -> None:
         sys.exit(f"no efficiency-SHAPE.json of {MEASURED_ON.upper()} in {options.results}")
     try:
         if options.fit:
-            console.print(fit(results))
+            console.print(fit(results, options.results))
             return
         compare(results, options.results, options.write, console)
     except MidusError as error:
@@ -84,11 +83,6 @@ def compare(
         "results": {shape: result.get("commit") for shape, result in results.items()},
         "columns": summarize_errors(rows),
     }
-    if any(row["leaked"] for row in rows):
-        summary["leaked"] = (
-            f"measured training peaks hold {LEAKED_GB:.3f} GB of workspaces that decoding had "
-            "left there; errors are against the rest"
-        )
     write_json(folder / "plan-error.json", {**summary, "values": rows})
     if is_kept:
         write_json(ERROR_FILE, summary)
@@ -147,7 +141,7 @@ def print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
     console.print(table)
 
 
-def fit(results: dict[str, dict[str, Any]]) -> Shares:
+def fit(results: dict[str, dict[str, Any]], folder: Path) -> Shares:
     """The shares with which the values of ``USED`` come closest to what was measured.
 
     One after another, each from values that do not depend on those that follow.
@@ -191,12 +185,30 @@ def fit(results: dict[str, dict[str, Any]]) -> Shares:
         for name in PLAIN_METHODS
     ]
     shares = replace(shares, launch_us=round(statistics.median(launches), 1))
+    eager = _eager_steps(folder)
+    protocol = eager["protocol"]
     try_out(
-        [small["base"], small["llama_pro"]],
+        [
+            (row, stack_of(row, SMALL))
+            for row in eager["rows"]
+            if name_of(row) in ("base", "llama_pro")
+        ],
         ("train_s_per_iter",),
         lambda n: replace(shares, train_launch_us=n / 10),
     )
     return shares
+
+
+def _eager_steps(folder: Path) -> dict[str, Any]:
+    """Training without graphs, where the host is what bounds a small model."""
+    path = folder / f"eager-steps-{SMALL}.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except OSError as error:
+        raise MidusError(
+            f"{path.name} is missing; run midus bench efficiency --eager-steps --shape {SMALL}"
+        ) from error
+    return found
 
 
 def _measured(results: dict[str, dict[str, Any]], shape: str) -> Measured:

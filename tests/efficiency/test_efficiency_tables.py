@@ -171,3 +171,20 @@ def test_documents_say_what_was_measured(name, which):
     blocks = blocks_of(RESULTS)[which]
     assert replace_blocks(text, blocks) == text
     assert set(blocks) <= set(markers_of(text)), "a result that no document shows"
+
+
+def test_a_sweep_in_which_nothing_ran_out_of_memory_is_laid_out(tmp_path):
+    import warnings
+
+    from midus.efficiency.plots import plot_sweep
+
+    rows = [
+        make_row(
+            "midus", memory="hml", train_s_per_iter=1.0 + k, train_gb=5.0, over="top_k", value=k
+        )
+        for k in (1, 2, 4)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot_sweep(rows, tmp_path / "sweep.png", "a title")
+    assert (tmp_path / "sweep.png").stat().st_size > 1000

@@ -74,8 +74,6 @@ def error_sentences(gpu: Gpu, errors: dict[str, Any] | None) -> list[str]:
                 "the terms of training memory were set with these rows in sight, so its error is "
                 "no independent check"
             )
-        if "leaked" in errors:
-            said.append(errors["leaked"])
     if gpu.name != MEASURED_ON:
         said.append(
             f"{gpu.name.upper()} is predicted from its data sheet with the shares of the "

@@ -23,7 +23,7 @@ LONG_PROMPT = 2048
 # of the same network: without training, OpT-DeUS is Llama Pro's, and placement does not matter.
 USED: dict[str, dict[str, tuple[str, ...]]] = {
     "train_gb": {},
-    "train_s_per_iter": {LARGE: ("base", "llama_pro"), SMALL: ("base", "llama_pro")},
+    "train_s_per_iter": {LARGE: ("base", "llama_pro")},
     "infer_gb": {},
     "decode_compiled_tok_s": {
         LARGE: (
@@ -34,16 +34,13 @@ USED: dict[str, dict[str, tuple[str, ...]]] = {
             "midus:hml@top_heavy",
             "midus:pkm",
             "midus:linear",
+            "midus:ultramem",
         ),
-        SMALL: ("base", "llama_pro", "opt_deus", "midus:ultramem"),
+        SMALL: ("base", "llama_pro", "opt_deus"),
     },
     "prefill_ms": {LARGE: ("base", "llama_pro", "opt_deus", "midus:linear", "midus:ultramem")},
 }
 
-# Results of these commits: graphs that were captured for decoding had left workspaces of cuBLAS
-# behind when training was measured. That is the benchmark's, not the training's.
-_LEAKING_COMMITS = ("75b6a5fa8771", "85db2171eab4")
-LEAKED_GB = 9 * 32 * 2**20 / 1e9
 _PRECISIONS = {"bfloat16": "bf16", "float32": "float32"}
 
 
@@ -67,12 +64,6 @@ def name_of(row: dict[str, Any]) -> str:
     name = row["method"] + (f":{row['memory']}" if row["memory"] else "")
     is_own = row["placement"] == find_method(row["method"]).default_placement
     return name if is_own or not row["placement"] else f"{name}@{row['placement']}"
-
-
-def leaked_gb(result: dict[str, Any], row: dict[str, Any]) -> float:
-    """What a measured training peak holds that decoding had left there."""
-    has_captured = row["decode_compiled_tok_s"] is not None
-    return LEAKED_GB if result.get("commit") in _LEAKING_COMMITS and has_captured else 0.0
 
 
 def stack_of(row: dict[str, Any], shape: str) -> Stack:
@@ -119,10 +110,7 @@ def predict_row(
 def compare_rows(
     result: dict[str, Any], shape: str, gpu: Gpu, shares: Shares
 ) -> Iterator[dict[str, Any]]:
-    """Every measured value of a result with its prediction, one at a time.
-
-    The error is that of the prediction against what was measured less what had leaked.
-    """
+    """Every measured value of a result with its prediction, one at a time."""
     for row in result["rows"]:
         lengths = [int(length) for length, ms in row["prefill_ms"].items() if ms is not None]
         predicted = predict_row(stack_of(row, shape), result["protocol"], lengths, gpu, shares)
@@ -132,16 +120,14 @@ def compare_rows(
                 measured = row[column][prompt] if prompt else row[column]
                 if measured is None:
                     continue
-                leaked = leaked_gb(result, row) if column == "train_gb" else 0.0
                 yield {
                     "shape": shape,
                     "label": row["label"],
                     "column": column,
                     "prompt": prompt and int(prompt),
                     "measured": measured,
-                    "leaked": leaked,
                     "predicted": guess,
-                    "error_percent": 100 * (guess / (measured - leaked) - 1),
+                    "error_percent": 100 * (guess / measured - 1),
                     "is_fitted": _is_used(shape, name_of(row), column, prompt),
                 }
 

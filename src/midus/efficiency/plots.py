@@ -91,7 +91,8 @@ def plot_sweep(rows: list[Row], path: Path, title: str) -> None:
                 lost = [
                     place for place, row in zip(places, group, strict=True) if "train" in row["oom"]
                 ]
-                axis.plot(lost, [0] * len(lost), "x", color=style["color"], clip_on=False)
+                if lost:  # nothing drawn outside the axes would have no place, nor any layout
+                    axis.plot(lost, [0] * len(lost), "x", color=style["color"], clip_on=False)
             axis.set(xlabel=over, ylim=(0, None), xticks=range(len(values)), xticklabels=values)
             axis.set_title(name)
         _legend(axes[0])

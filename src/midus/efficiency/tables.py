@@ -180,6 +180,23 @@ def decode_table(result: Result) -> str:
     return _markdown(heads, lines) + "\n\n" + conditions_line(result)
 
 
+def eager_table(result: Result) -> str:
+    """What the host's speed decides: training steps and decoding that Python launches."""
+    columns = {"s/iter": ("train_s_per_iter", 3), "eager tok/s": ("decode_eager_tok_s", 1)}
+    rows = result["rows"]
+    shown = {
+        head: column
+        for head, column in columns.items()
+        if any(row[column[0]] is not None for row in rows)
+    }
+    base = find_row(rows, "base")
+    lines = [
+        [row["label"], *(_cell(row, *column, base) for column in shown.values())] for row in rows
+    ]
+    heads = ["", *(f"{head} (x base)" for head in shown)]
+    return _markdown(heads, lines) + "\n\n" + conditions_line(result)
+
+
 def conditions_line(result: Result) -> str:
     """Command, hardware, versions, commit and date of a result."""
     versions = result["versions"]
@@ -195,6 +212,7 @@ _KINDS: dict[str, Callable[[Result], str]] = {
     "prefill": prefill_table,
     "sweep": sweep_table,
     "decode": decode_table,
+    "eager": eager_table,
 }
 
 
@@ -202,7 +220,8 @@ def blocks_of(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """The README's blocks and the result page's, by marker.
 
     Args:
-        folder: Result files: ``efficiency-<shape>.json``, ``prefill-``, ``sweep-``, ``decode-``.
+        folder: Result files: ``efficiency-<shape>.json``, ``prefill-``, ``sweep-``, ``decode-``
+            and ``eager-``.
     """
     page: dict[str, str] = {}
     readme: dict[str, str] = {}
