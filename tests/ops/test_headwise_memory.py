@@ -234,7 +234,7 @@ def test_nothing_is_saved_without_gradients(monkeypatch):
     ],
 )
 def test_the_search_is_chosen_by_size(tokens, subkeys, search, expected):
-    from midus.ops import _use_cartesian
+    from midus.ops.memory_ops import _use_cartesian
 
     queries, keys = torch.empty(tokens, 1, 2, 4), torch.empty(2, subkeys, 2)
     assert _use_cartesian(search, queries, keys, use_triton=True) == expected
@@ -323,7 +323,7 @@ def test_autocast_rounds_the_values_and_not_the_selection(backend, seed):
 
 
 def test_backends_are_chosen_by_device_and_type(monkeypatch):
-    from midus import ops
+    from midus.ops import dispatch
 
     calls = []
     real = kernels.headwise_memory_forward
@@ -337,7 +337,7 @@ def test_backends_are_chosen_by_device_and_type(monkeypatch):
     wide = [tensor.double() for tensor in layer]
     assert headwise_memory(*wide, 3).dtype == torch.float64
     assert not calls
-    monkeypatch.setattr(ops, "_HAS_TRITON", False)
+    monkeypatch.setattr(dispatch, "_HAS_TRITON", False)
     headwise_memory(*layer, 3)
     assert not calls
     with pytest.raises(MidusError, match="install midus"):

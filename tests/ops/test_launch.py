@@ -89,7 +89,7 @@ def test_kernels_of_the_same_sizes_are_looked_up_not_made():
     # Else every call would compile, and what is remembered would grow.
     from midus.ops.headwise_memory import kernels as hml
     from midus.ops.rotary import kernels as rotary
-    from midus.ops.token_step import kernels as step
+    from midus.ops.token_step import attention_kernels, product_kernels
 
     device = torch.device("cpu")
     for make, sizes in (
@@ -97,8 +97,8 @@ def test_kernels_of_the_same_sizes_are_looked_up_not_made():
         (hml._forward_constants, (4, 8, 4, 8, 8, 2, False, True, 16)),
         (hml._cached_constants, (4, 8, 4, 8, 2, False, 16)),
         (hml._backward_constants, (4, 8, 4, 8, 8, 2, torch.float32)),
-        (step._project_constants, (32, 4, 2, 8, False, True, device)),
-        (step._read_constants, (4, 8, 4, 8, 2, False, True, 8, device)),
+        (product_kernels._project_constants, (32, 4, 2, 8, False, True, device)),
+        (attention_kernels._read_constants, (4, 8, 4, 8, 2, False, True, 8, device)),
     ):
         assert make(*sizes) is make(*sizes)
         assert isinstance(make(*sizes), Constants)

@@ -46,6 +46,12 @@ class OnGpu:
     [
         ({}, BATCH, ""),
         ({}, (*BATCH, "attention_mask"), "batches have attention_mask"),
+        ({"attention_dropout": 0.1}, BATCH, "dropout"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            BATCH,
+            "positions are 'dynamic'",
+        ),
         ({"family": "gemma2"}, BATCH, "attends? otherwise"),
         ({"family": "mistral", "sliding_window": 8}, BATCH, "attends? otherwise"),
         ({"memory": MemoryConfig(num_subkeys=8, query_norm="batch")}, BATCH, "running statistics"),
@@ -134,6 +140,21 @@ def test_gradients_that_are_there_when_a_graph_is_captured_stay():
         assert torch.equal(parameter.grad, gradient)
     step(second)
     assert any(not torch.equal(p.grad, g) for p, g in zip(trained, before, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", ["frozen", "moved"])
+def test_a_graph_knows_when_the_model_has_changed(change):
+    model = method_model("hml").train()
+    use_chunked_loss(model, 1024)
+    step = GraphedStep(model, lambda batch: model(**batch).loss, batches()[0])
+    assert step.is_current()
+    parameter = next(p for p in model.parameters() if p.requires_grad)
+    if change == "frozen":
+        parameter.requires_grad_(False)
+    else:
+        parameter.data = parameter.data.clone()
+    assert not step.is_current()
 
 
 class Rows(torch.utils.data.Dataset):

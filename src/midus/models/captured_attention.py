@@ -18,6 +18,23 @@ from midus.ops import attend_token
 
 _TOKEN = "midus_token"
 _CAUSAL = "midus_causal"
+# Positions that depend on the longest one so far, which a graph cannot ask for.
+_GROWING_ROPES = ("dynamic", "longrope")
+
+
+def why_not_captured(model: Any) -> str:
+    """What about a model keeps it out of CUDA graphs of any kind; empty if nothing does."""
+    if model.device.type != "cuda":
+        return f"the model is on {model.device.type}, and graphs are for CUDA devices"
+    if getattr(model, "hf_quantizer", None) is not None:
+        return "the model is quantized"
+    attention = model.config._attn_implementation
+    if attention != "sdpa":
+        return f"its attention is {attention!r}, and graphs are for 'sdpa'"
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _GROWING_ROPES:
+        return f"its positions are {rope['rope_type']!r}, which change as the text grows"
+    return ""
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from transformers import DynamicCache, GenerationMixin, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from midus.errors import MidusError
-from midus.models.captured_attention import token_attention
+from midus.models.captured_attention import token_attention, why_not_captured
 from midus.models.fused_base import fused_blocks
 from midus.models.switch import Gates, gates_of, mark_cache, refuse_other_gates
 from midus.ops.streams import side_stream
@@ -41,8 +41,6 @@ _UNSUITED = {
     "token_healing": False,
     "assistant_early_exit": None,
 }
-# Positions that depend on the longest one so far, which a graph cannot ask for.
-_GROWING_ROPES = ("dynamic", "longrope")
 
 
 class FastDecoder:
@@ -329,23 +327,16 @@ class _LateFlag:
 
 def _why_not(model: Any) -> str:
     """What about the model keeps graphs from it; empty if nothing does."""
-    if model.device.type != "cuda":
-        return f"the model is on {model.device.type}, and graphs are for CUDA devices"
+    reason = why_not_captured(model)
+    if reason:
+        return reason
     if model.training:
         return "the model is in training mode; call eval() first"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model is spread over several devices"
-    if getattr(model, "hf_quantizer", None) is not None:
-        return "the model is quantized"
     layers = StaticCache(config=model.config, max_cache_len=1).layers
     if any(type(layer) is not StaticLayer for layer in layers):
         return "some of its blocks attend to a window only"
-    attention = model.config._attn_implementation
-    if attention != "sdpa":
-        return f"its attention is {attention!r}, and graphs are for 'sdpa'"
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _GROWING_ROPES:
-        return f"its positions are {rope['rope_type']!r}, which change as the text grows"
     return ""
 
 

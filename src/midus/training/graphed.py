@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from midus.models.captured_attention import causal_attention
+from midus.models.captured_attention import causal_attention, why_not_captured
 from midus.models.fused import is_llama_like
 
 Batch = dict[str, Tensor]
@@ -30,6 +30,7 @@ class GraphedStep:
     """
 
     def __init__(self, model: Any, loss_of: Callable[[Batch], Tensor], example: Batch) -> None:
+        self._model, self._captured = model, _places(model)
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._batch = {name: tensor.clone() for name, tensor in example.items()}
         before = [parameter.grad for parameter in self._trained]
@@ -46,6 +47,10 @@ class GraphedStep:
             with torch.cuda.graph(self._graph, stream=stream):
                 self._loss = loss_of(self._batch)
                 self._loss.backward()
+
+    def is_current(self) -> bool:
+        """Whether the model's weights are where they were and train as they did."""
+        return _places(self._model) == self._captured
 
     def fits(self, batch: Batch) -> bool:
         """Whether a batch is of the example's kind."""
@@ -86,26 +91,27 @@ class GraphedStep:
 
 def why_not_graphed(model: Any, names: Iterable[str]) -> str:
     """What keeps a model's step on batches of such names from being captured; empty if nothing."""
-    if model.device.type != "cuda":
-        return f"the model is on {model.device.type}, and graphs are for CUDA devices"
-    attention = model.config._attn_implementation
-    if attention != "sdpa":
-        return f"its attention is {attention!r}, and graphs are for 'sdpa'"
+    reason = why_not_captured(model)
+    if reason:
+        return reason
     others = set(names) - {"input_ids", "labels", "num_items_in_batch"}
     if others:
         return f"batches have {', '.join(sorted(others))}, and graphs are for packed text"
-    if getattr(model, "hf_quantizer", None) is not None:
-        return "the model is quantized"
     if getattr(model, "is_gradient_checkpointing", False):
         return "gradient checkpointing computes blocks twice"
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
         return "its query norm keeps running statistics"
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+    modules = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    if any(module.p > 0 for module in modules) or model.config.to_dict().get("attention_dropout"):
         return "it has dropout"
     attentions = [module.self_attn for module in model.modules() if hasattr(module, "self_attn")]
     if not all(is_llama_like(model.config, attention) for attention in attentions):
         return "some of its blocks attend otherwise than Llama's"
     return ""
+
+
+def _places(model: Any) -> list[tuple[int, bool]]:
+    return [(p.data_ptr(), p.requires_grad) for p in model.parameters()]
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

@@ -28,6 +28,8 @@ class GraphedStepsMixin:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc,no-any-return]
         inputs = self._prepare_inputs(inputs)
         batch = {**inputs, "num_items_in_batch": _as_tensor(num_items_in_batch, self.args.device)}
+        if self._graphed is not None and not self._graphed.is_current():
+            self._graphed = None  # somebody froze, unfroze or replaced weights
         if self._graphed is None and self._bare_optimizer().state:
             self._graphed = self._capture(model, batch)
         if self._graphed is None or not self._graphed.fits(batch):

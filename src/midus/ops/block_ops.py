@@ -1,0 +1,207 @@
+"""What blocks compute beside their memory: rotation, gate and loss; one token through a block."""
+
+import torch
+from torch import Tensor
+
+from midus.ops.cross_entropy import reference as _cross_entropy
+from midus.ops.dispatch import Backend, check_shape, is_real, takes_kernels
+from midus.ops.gated import reference as _gated
+from midus.ops.rotary import reference as _rotary
+from midus.ops.token_step import reference as _token_step
+
+
+def rotate_heads(
+    queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Rotary position embeddings of queries and keys.
+
+    Args:
+        queries: ``[B, T, H, E]``.
+        keys: ``[B, T, V, E]``, of the same type.
+        cos: ``[1 or B, T, E]``.
+        sin: ``[1 or B, T, E]``.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        Both, in the same shapes; the kernels keep their type, the reference the wider one.
+    """
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        check_shape(name, tensor, (*tensor.shape[:1], *queries.shape[1:2], queries.shape[3]))
+    # Compilers fuse the plain version by themselves. Under autocast the angles alone are wider.
+    angles = (queries.dtype, torch.float32)
+    plain = not is_real(queries) or queries.dtype != keys.dtype or cos.dtype not in angles
+    if plain or not takes_kernels(backend, queries, keys, cos, sin):
+        return _rotary.rotate_heads(queries, keys, cos, sin)
+    from midus.ops.rotary import kernels
+
+    if torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad):
+        turned: tuple[Tensor, Tensor] = kernels.RotateHeads.apply(  # type: ignore[no-untyped-call]
+            queries, keys, cos, sin
+        )
+        return turned
+    return kernels.rotate(queries, keys, cos, sin, False)
+
+
+def project_token(
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weights: tuple[Tensor, Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor | None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Norm, q/k/v projections and rotary embeddings of one token of one sequence; no gradient.
+
+    Args:
+        hidden: ``[..., D]`` of one token.
+        norm_weight: ``[D]``, of an RMSNorm.
+        eps: Of that norm.
+        weights: ``[H * E, D]`` and twice ``[V * E, D]``, contiguous.
+        biases: One for each or none.
+        cos: ``[..., E]``.
+        sin: ``[..., E]``.
+        keys: ``[1, V, L, E]``; one slot is written.
+        values: ``[1, V, L, E]``; likewise.
+        position: Which slot, an integer on the device; the first where None.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        Queries ``[1, H, E]``.
+    """
+    args = (hidden, norm_weight, eps, weights, biases, cos, sin, keys, values, position)
+    if not takes_kernels(backend, hidden, norm_weight, *weights, cos, sin, keys, values):
+        return _token_step.project_token(*args)
+    from midus.ops.token_step import product_kernels
+
+    return product_kernels.project_token(*args)
+
+
+def attend_token(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: int | Tensor,
+    mask: Tensor | None,
+    scale: float,
+    count: bool = False,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Attention of one token a sequence over a cache; no gradient.
+
+    Args:
+        queries: ``[B, H, E]``.
+        keys: ``[B, V, L, E]``.
+        values: ``[B, V, L, E]``.
+        length: Slots in use; as an integer on the device, those before this token's.
+        mask: Slots that count, ``[B, L]`` booleans, or None.
+        scale: Factor of the scores.
+        count: Add one to a length on the device.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        ``[B, H, E]``.
+    """
+    if not takes_kernels(backend, queries, keys, values):
+        return _token_step.attend_token(queries, keys, values, length, mask, scale, count)
+    from midus.ops.token_step import attention_kernels
+
+    return attention_kernels.attend_token(queries, keys, values, length, mask, scale, count)
+
+
+def gate_token(
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    backend: Backend = "auto",
+) -> Tensor:
+    """``silu(W_gate norm(x)) * W_up norm(x)`` of one token; no gradient.
+
+    Args:
+        hidden: ``[..., D]`` of one token.
+        norm_weight: ``[D]``, of an RMSNorm.
+        eps: Of that norm.
+        gate_weight: ``[I, D]``, contiguous.
+        up_weight: ``[I, D]``, contiguous.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        ``[..., I]``.
+    """
+    args = (hidden, norm_weight, eps, gate_weight, up_weight)
+    if not takes_kernels(backend, hidden, norm_weight, gate_weight, up_weight):
+        return _token_step.gate_token(*args)
+    from midus.ops.token_step import product_kernels
+
+    return product_kernels.gate_token(*args)
+
+
+def linear_token(
+    inputs: Tensor, weight: Tensor, residual: Tensor, backend: Backend = "auto"
+) -> Tensor:
+    """``residual + W x`` of one token; no gradient.
+
+    Args:
+        inputs: ``[..., I]`` of one token.
+        weight: ``[O, I]``, contiguous.
+        residual: ``[..., O]``.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        ``[..., O]``.
+    """
+    if not takes_kernels(backend, inputs, weight, residual):
+        return _token_step.linear_token(inputs, weight, residual)
+    from midus.ops.token_step import product_kernels
+
+    return product_kernels.linear_token(inputs, weight, residual)
+
+
+def gated(gate: Tensor, up: Tensor, backend: Backend = "auto") -> Tensor:
+    """``silu(gate) * up``, one pass each way; keeps its inputs alone for the gradient.
+
+    Args:
+        gate: Any shape.
+        up: The same.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        The same shape.
+    """
+    check_shape("up", up, tuple(gate.shape))
+    plain = not is_real(gate) or gate.dtype != up.dtype
+    if plain or not takes_kernels(backend, gate, up):
+        return _gated.gated(gate, up)
+    from midus.ops.gated import kernels
+
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        out: Tensor = kernels.Gated.apply(gate, up)  # type: ignore[no-untyped-call]  # torch
+        return out
+    return kernels.gated_forward(gate, up)
+
+
+def cross_entropy_(
+    logits: Tensor, targets: Tensor, ignored: int, backend: Backend = "auto"
+) -> Tensor:
+    """The summed cross-entropy of rows of logits, which become its gradient.
+
+    Args:
+        logits: ``[T, vocabulary]``, rows contiguous; overwritten.
+        targets: ``[T]``.
+        ignored: The target of rows that do not count.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        The sum, in float32 or wider.
+    """
+    if not (is_real(logits) and takes_kernels(backend, logits)):
+        return _cross_entropy.cross_entropy_(logits, targets, ignored)
+    from midus.ops.cross_entropy import kernels
+
+    return kernels.cross_entropy_(logits, targets, ignored)
