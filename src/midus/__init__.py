@@ -12,6 +12,7 @@ from midus.registration import register_with_transformers
 if TYPE_CHECKING:
     from midus.config import MemoryConfig, UpscaleConfig
     from midus.errors import MidusError
+    from midus.models.adapters import lora_targets
     from midus.models.delta import save_delta
     from midus.models.loading import load_model
     from midus.models.record import set_trainable
@@ -24,6 +25,7 @@ _PUBLIC = {
     "MidusError": "midus.errors",
     "UpscaleConfig": "midus.config",
     "load_model": "midus.models.loading",
+    "lora_targets": "midus.models.adapters",
     "save_delta": "midus.models.delta",
     "set_trainable": "midus.models.record",
     "upscale": "midus.upscaling",
@@ -36,6 +38,7 @@ __all__ = [
     "UpscaleConfig",
     "__version__",
     "load_model",
+    "lora_targets",
     "save_delta",
     "set_trainable",
     "upscale",

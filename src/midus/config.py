@@ -33,6 +33,13 @@ def _whole_number(name: str, value: Any, smallest: int, largest: int) -> None:
         )
 
 
+def _scale(name: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Zero would stop every gradient at the start.
+    if not (is_number and 1e-6 <= value <= 1e6):
+        raise MidusError(f"{name}={value!r} must be a number from 1e-06 to 1e+06")
+
+
 def _from_dict(cls: type[Any], values: dict[str, Any]) -> Any:
     known = [f.name for f in fields(cls)]
     for key in values:
@@ -71,6 +78,10 @@ class MemoryConfig:
     """Start of the sub-keys: uniform in ±1/sqrt(width) or normal with std 1/sqrt(width)."""
     value_proj_init: str = "normal"
     """Start of the head projections W_h: normal with std r^-0.5, or identity."""
+    key_scale: float = 1.0
+    """What the sub-keys' start is multiplied by (beyond the paper)."""
+    value_proj_scale: float = 1.0
+    """What the start of the head projections W_h is multiplied by (beyond the paper)."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model."""
@@ -93,6 +104,8 @@ class MemoryConfig:
         _one_of("query_norm", self.query_norm, QUERY_NORMS)
         _one_of("key_init", self.key_init, KEY_INITS)
         _one_of("value_proj_init", self.value_proj_init, VALUE_PROJ_INITS)
+        for name in ("key_scale", "value_proj_scale"):
+            _scale(name, getattr(self, name))
 
     def _refuse_unused(self) -> None:
         """Refuses options that this memory layer would ignore."""
@@ -101,7 +114,9 @@ class MemoryConfig:
             "values": ("hml", self.kind == "hml"),
             "latent_dim": ("hml with hive values", hive),
             "value_proj_init": ("hml with hive values", hive),
+            "value_proj_scale": ("hml with hive values", hive),
             "key_init": ("hml, linear and pkm", self.kind != "ultramem"),
+            "key_scale": ("hml, linear and pkm", self.kind != "ultramem"),
         }
         for name, (owners, is_used) in used_by.items():
             default = type(self).__dataclass_fields__[name].default

@@ -69,7 +69,7 @@ def test_upscale_json_and_options(midus, base, tmp_path):
         "upscale", base, tmp_path / "out", *SMALL, "--positions", "0,3", "--top-k", 2,
         "--latent-dim", 5, "--query-norm", "layer", "--attention-residual", "--attn-output-proj",
         "--memory-output-proj", "--key-init", "normal", "--value-proj-init", "identity",
-        "--seed", 7, "--dtype", "bfloat16", "--json",
+        "--key-scale", 0.5, "--value-proj-scale", 2, "--seed", 7, "--dtype", "bfloat16", "--json",
     )  # fmt: skip
     values = json.loads(result.out)
     assert values["written"]
@@ -90,6 +90,8 @@ def test_upscale_json_and_options(midus, base, tmp_path):
         "memory_output_proj": True,
         "key_init": "normal",
         "value_proj_init": "identity",
+        "key_scale": 0.5,
+        "value_proj_scale": 2,
     }
     assert config.dtype == torch.bfloat16
     assert config.upscaling["seed"] == 7

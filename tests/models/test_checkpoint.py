@@ -519,3 +519,11 @@ def test_push_to_hub_uploads_weights_stub_and_card(tmp_path, monkeypatch, way, d
             *(["tokenizer.json", "tokenizer_config.json"] if delta else []),
         ]
     )
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_checkpoint_grown_file_to_file_names_its_class(tmp_path, delta):
+    save_base(tmp_path / "base")
+    upscale_checkpoint(tmp_path / "base", tmp_path / "grown", CONFIG, delta=delta)
+    config = json.loads((tmp_path / "grown" / "config.json").read_text())
+    assert config["architectures"] == ["MidusLlamaForCausalLM"]

@@ -39,6 +39,10 @@ def build(
         float, typer.Option(help="Share of documents kept apart by a hash of their content.")
     ] = 0.01,
     eval_tokens: Annotated[int, typer.Option(help="Most held-out tokens.")] = 262_144,
+    test: Annotated[
+        float, typer.Option(help="Share of documents kept apart for a last test, likewise.")
+    ] = 0.0,
+    test_tokens: Annotated[int, typer.Option(help="Most test tokens.")] = 262_144,
     seed: Annotated[int, typer.Option(help="Seed of the order of the documents.")] = 0,
     text_field: Annotated[str, typer.Option(help="Field of a row that holds its text.")] = "text",
     name: Annotated[str | None, typer.Option(help="Configuration of a hub dataset.")] = None,
@@ -85,6 +89,8 @@ def build(
         max_tokens=tokens,
         held_out=held_out,
         eval_tokens=eval_tokens,
+        test=test,
+        test_tokens=test_tokens,
         seed=seed,
         by_weight=bool(weights) or len(sources) == 1,
         tasks=tasks,

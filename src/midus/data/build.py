@@ -39,6 +39,8 @@ def build_tokens(
     max_tokens: int | None = None,
     held_out: float = 0.01,
     eval_tokens: int = 262_144,
+    test: float = 0.0,
+    test_tokens: int = 262_144,
     seed: int = 0,
     by_weight: bool = True,
     tasks: int | None = None,
@@ -59,6 +61,8 @@ def build_tokens(
             only as many documents are read as that takes. Default: all there are.
         held_out: Share of documents kept apart by a hash of their content.
         eval_tokens: Most held-out tokens.
+        test: Share of documents kept apart a second time, to choose on one and report on the other.
+        test_tokens: Most test tokens.
         seed: Seed of the order of the documents.
         by_weight: Whether each source gives its weight's share of the tokens; otherwise the sources
             are one pool and give in proportion to their size.
@@ -77,6 +81,9 @@ def build_tokens(
     slurm = slurm or SlurmOptions()
     target = Path(os.path.realpath(Path(out).expanduser()))
     _check(sources, max_tokens, held_out, eval_tokens, seed, tasks, workers, shard_tokens)
+    check_share("test", test)
+    check_share("held_out + test", held_out + test)
+    check_whole("test_tokens", test_tokens, 1)
     check_executor(executor, slurm)
     require("datatrove", "tokenising text")
     check_out(target, overwrite)
@@ -90,6 +97,8 @@ def build_tokens(
         max_tokens=max_tokens,
         held_out=held_out,
         eval_tokens=eval_tokens,
+        test=test,
+        test_tokens=test_tokens,
         seed=seed,
         shard_tokens=shard_tokens,
         by_weight=by_weight,

@@ -1,6 +1,7 @@
 """Documents of a source: the texts of its rows, and where each of them stands."""
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,33 @@ def text_problem(row: Any, text_field: str) -> str | None:
     return None
 
 
+# In the order in which they cut up the range of hashes.
+HASHED_SPLITS = ("held_out", "test", "train")
+
+
 def content_hash(text: str) -> int:
-    """64 bits that depend on the text alone: equal texts are held out, or not, together."""
+    """64 bits that depend on the text alone: equal texts are in one split."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+def split_hash(text: str, has_test: bool) -> int:
+    """What decides a text's split; beside a test split, copies that differ in whitespace share it.
+
+    Without a test split it is `content_hash`, so folders of two splits keep their bytes.
+    """
+    return content_hash(" ".join(text.split()) if has_test else text)
+
+
 def held_out_limit(share: float) -> int:
-    """Texts whose `content_hash` is below this are held out."""
+    """Texts whose hash is below this are held out."""
     return int(share * 2**64)
+
+
+def split_limits(held_out: float, test: float) -> tuple[int, int]:
+    """The hashes at which ``test`` and ``train`` begin; below the first a text is held out."""
+    return held_out_limit(held_out), held_out_limit(held_out + test)
+
+
+def split_of(content: int, limits: tuple[int, int]) -> str:
+    """The split of a text, by its `split_hash`."""
+    return HASHED_SPLITS[bisect_right(limits, content)]

@@ -1,7 +1,8 @@
 """Chooses and orders tokenised documents and writes them as a token folder.
 
-A document's place is a hash of its text and the seed, and whether it is held out a hash of its text
-alone. So the result is a function of the documents, whoever tokenised them and in what order.
+A document's place is a hash of its text and the seed, and its split a hash of its text alone
+(`split_hash`). So the result is a function of the documents, whoever tokenised them and in what
+order.
 """
 
 import hashlib
@@ -13,14 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from midus.data.documents import content_hash, held_out_limit
+from midus.data.documents import HASHED_SPLITS, content_hash
 from midus.data.plan import BuildPlan
 from midus.data.rows import MANIFEST_NAME, NUM_NAMED
 from midus.errors import MidusError
 
-# One line a document: its place in the order, the hash of its text, how much there is of it
-# (tokens, or bytes in a survey) and the source it is from.
-INDEX = np.dtype([("order", "<u8"), ("content", "<u8"), ("size", "<u8"), ("source", "<u2")])
+# One line a document: its place in the order, the hash that decides its split, how much there is of
+# it (tokens, or bytes in a survey) and the source it is from.
+INDEX = np.dtype([("order", "<u8"), ("split", "<u8"), ("size", "<u8"), ("source", "<u2")])
 
 Index = np.ndarray[Any, Any]
 
@@ -36,16 +37,16 @@ class TooFewChosen(Exception):
     """The documents chosen by the survey hold fewer tokens than wanted; choose more of them."""
 
 
-def index_line(text: str, size: int, source: int, seed: int) -> tuple[int, int, int, int]:
+def index_line(text: str, size: int, source: int, plan: BuildPlan) -> tuple[int, int, int, int]:
     """One line of the index."""
-    content = content_hash(text)
-    salted = f"{seed}:{content}".encode()
+    # The exact text's: texts that differ in whitespace have places of their own.
+    salted = f"{plan.seed}:{content_hash(text)}".encode()
     order = int.from_bytes(hashlib.blake2b(salted, digest_size=8).digest(), "little")
-    return order, content, size, source
+    return order, plan.split_hash(text), size, source
 
 
-def last_places(plan: BuildPlan) -> dict[tuple[int, bool], int]:
-    """Up to which place documents are tokenised, by group and whether they are held out.
+def last_places(plan: BuildPlan) -> dict[tuple[int, str], int]:
+    """Up to which place documents are tokenised, by group and split.
 
     Empty without a survey: then everything that is read is tokenised.
     """
@@ -53,13 +54,13 @@ def last_places(plan: BuildPlan) -> dict[tuple[int, bool], int]:
         return {}
     survey = np.concatenate([np.load(path) for path in _sorted(plan, "survey", "*.npy")])
     places = {}
-    for split, is_held_out in (("train", False), ("held_out", True)):
+    for split in plan.splits:
         for group, wanted in plan.wanted(split).items():
-            lines = _of_group(survey, plan, group, is_held_out)
+            lines = _of_group(survey, plan, group, split)
             lines = lines[np.argsort(lines["order"])]
             enough = np.cumsum(lines["size"]) >= (wanted or 0) * plan.bytes_per_token
             last = int(lines["order"][enough.argmax()]) if enough.any() else 2**64
-            places[group, is_held_out] = last
+            places[group, split] = last
     return places
 
 
@@ -81,7 +82,7 @@ def merge(plan: BuildPlan, folder: Path) -> None:
                 tokens[-1] = plan.encoding.eos_token_id  # a document that was cut still ends
             yield tokens
 
-    chosen = {split: _choose(index, plan, split) for split in ("train", "held_out")}
+    chosen = {split: _choose(index, plan, split) for split in plan.splits}
     if not len(chosen["train"].lines):
         raise MidusError(_no_documents(plan, facts))
     splits = {}
@@ -104,21 +105,22 @@ def _map(path: Path, plan: BuildPlan) -> Index:
     return np.memmap(path, dtype, mode="r")
 
 
-def _is_held_out(index: Index, plan: BuildPlan) -> Index:
-    limit = held_out_limit(plan.held_out)
-    is_held_out: Index = index["content"] < np.uint64(limit)
-    return is_held_out
+def _is_in(index: Index, plan: BuildPlan, split: str) -> Index:
+    """`split_of`, for all documents at once."""
+    limits = np.array(plan.limits, np.uint64)
+    is_in: Index = np.searchsorted(limits, index["split"], "right") == HASHED_SPLITS.index(split)
+    return is_in
 
 
-def _of_group(index: Index, plan: BuildPlan, group: int, held_out: bool) -> Index:
+def _of_group(index: Index, plan: BuildPlan, group: int, split: str) -> Index:
     in_group = index["source"] == group if plan.by_weight else np.ones(len(index), bool)
-    lines: Index = index[in_group & (_is_held_out(index, plan) == held_out)]
+    lines: Index = index[in_group & _is_in(index, plan, split)]
     return lines
 
 
 def _choose(index: Index, plan: BuildPlan, split: str) -> Chosen:
     """Which documents make up a split."""
-    is_in_split = _is_held_out(index, plan) == (split == "held_out")
+    is_in_split = _is_in(index, plan, split)
     in_order = np.lexsort((index["source"], index["order"]))
     in_order = in_order[is_in_split[in_order]]
     sizes = index["size"][in_order].astype(np.int64)
@@ -130,14 +132,14 @@ def _choose(index: Index, plan: BuildPlan, split: str) -> Chosen:
         mine = groups == group
         before = np.cumsum(sizes[mine]) - sizes[mine]
         taken[mine] = np.clip(wanted - before, 0, sizes[mine])
-        if taken[mine].sum() < wanted and _left_over(plan, group, split == "held_out"):
+        if taken[mine].sum() < wanted and _left_over(plan, group, split):
             raise TooFewChosen(f"{plan.bytes_per_token} bytes a token were not enough")
     return Chosen(in_order[taken > 0], taken[taken > 0])
 
 
-def _left_over(plan: BuildPlan, group: int, held_out: bool) -> bool:
+def _left_over(plan: BuildPlan, group: int, split: str) -> bool:
     """Whether the survey left out documents of a group."""
-    return last_places(plan).get((group, held_out), 2**64) < 2**64
+    return last_places(plan).get((group, split), 2**64) < 2**64
 
 
 def _write_files(
@@ -192,6 +194,7 @@ def _manifest(
         "held_out": plan.held_out,
         "max_tokens": plan.max_tokens,
         "eval_tokens": plan.eval_tokens,
+        **({"test": plan.test, "test_tokens": plan.test_tokens} if plan.test else {}),
         "shard_tokens": plan.shard_tokens,
         "by_weight": plan.by_weight,
         "splits": splits,

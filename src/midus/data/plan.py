@@ -6,6 +6,7 @@ Nothing here or in the plan depends on how many processes carry it out, so neith
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from midus.data.documents import split_hash, split_limits
 from midus.data.encoding import DocumentEncoding
 from midus.data.options import SourceOptions
 from midus.data.rows import hub_revision, is_hub_dataset, is_token_folder, list_files
@@ -52,6 +53,8 @@ class BuildPlan:
     overwrite: bool
     work: str = ""
     """Folder of everything in between; it is gone when the build has ended."""
+    test: float = 0.0
+    test_tokens: int = 262_144
     tasks: int = 1
     workers: int = 1
     bytes_per_token: int = 8
@@ -70,9 +73,28 @@ class BuildPlan:
         """Sources of one group share one number of tokens."""
         return source if self.by_weight else 0
 
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """What the folder holds; a test split where one is asked for."""
+        return ("train", "held_out", "test") if self.test else ("train", "held_out")
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Hashes at which one split ends and the next begins."""
+        return split_limits(self.held_out, self.test)
+
+    def split_hash(self, text: str) -> int:
+        """What decides which split a text is in."""
+        return split_hash(text, bool(self.test))
+
     def wanted(self, split: str) -> dict[int, int | None]:
         """Tokens wanted of each group, None for all there are."""
-        total = self.max_tokens if split == "train" else self.eval_tokens
+        totals = {
+            "train": self.max_tokens,
+            "held_out": self.eval_tokens,
+            "test": self.test_tokens,
+        }
+        total = totals[split]
         if not self.by_weight:
             return {0: total}
         shares = shares_of(total, [source.weight for source in self.sources])

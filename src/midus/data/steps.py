@@ -24,7 +24,7 @@ from datatrove.pipeline.tokens.tokenizer import DocumentTokenizer, TokenizedFile
 from datatrove.utils.batching import batched
 from loguru import logger
 
-from midus.data.documents import content_hash, file_documents, held_out_limit, texts
+from midus.data.documents import file_documents, split_of, texts
 from midus.data.folders import put_in_place
 from midus.data.merging import INDEX, index_line, last_places, merge
 from midus.data.plan import BuildPlan, Part
@@ -70,7 +70,7 @@ class ReadDocuments(PipelineStep):  # type: ignore[misc]  # datatrove has no typ
             _folder(self.plan, "facts", f"{rank:05d}.json").write_text(json.dumps(facts))
 
     def _read_part(
-        self, part: Part, facts: dict[str, Any], places: dict[tuple[int, bool], int]
+        self, part: Part, facts: dict[str, Any], places: dict[tuple[int, str], int]
     ) -> Iterator[Document]:
         item = self.plan.inputs[part.index]
         if self.is_survey and item.path is None:
@@ -78,12 +78,12 @@ class ReadDocuments(PipelineStep):  # type: ignore[misc]  # datatrove has no typ
         if item.path and part.stripe == 0 and not self.is_survey:
             facts["inputs"][part.index] = _file_facts(Path(item.path))
         bad = BadRows()
-        limit = held_out_limit(self.plan.held_out)
+        limits = self.plan.limits
         for text, where in self._documents(part, bad):
             facts["read"][item.source] += 1
-            order, content, _, _ = index_line(text, 0, 0, self.plan.seed)
+            order, hashed, _, _ = index_line(text, 0, 0, self.plan)
             group = self.plan.group(item.source)
-            if item.path is None or order <= places.get((group, content < limit), 2**64):
+            if item.path is None or order <= places.get((group, split_of(hashed, limits)), 2**64):
                 yield Document(
                     text=text, id=where, metadata={"source": item.source, "input": part.index}
                 )
@@ -122,7 +122,7 @@ class SurveyDocuments(PipelineStep):  # type: ignore[misc]  # datatrove has no t
                 document.text,
                 len(document.text.encode()),
                 document.metadata["source"],
-                self.plan.seed,
+                self.plan,
             )
             for document in data
         ]
@@ -150,7 +150,7 @@ class TokenizeDocuments(DocumentTokenizer):  # type: ignore[misc]  # datatrove h
             # One thread a process: the processes share the machine already.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
         dtype = np.dtype(self.plan.encoding.dtype).newbyteorder("<")
-        limit = held_out_limit(self.plan.held_out)
+        limits = self.plan.limits
         tokens_file = TokenizedFile(
             self.output_folder, filename, save_index=False, token_size=self.token_size
         )
@@ -165,8 +165,8 @@ class TokenizeDocuments(DocumentTokenizer):  # type: ignore[misc]  # datatrove h
                 ids = np.array(encoded.ids, dtype)
                 source = document.metadata["source"]
                 tokens_file.write_bytes(ids.tobytes())
-                lines.append(index_line(document.text, len(ids), source, self.plan.seed))
-                if content_hash(document.text) >= limit:
+                lines.append(index_line(document.text, len(ids), source, self.plan))
+                if split_of(self.plan.split_hash(document.text), limits) == "train":
                     self.reader.train_tokens[source] += len(ids)
         tokens_file.close()
         rank = filename.split("_")[0]

@@ -1,9 +1,10 @@
 """Token folders: the format, and datasets of training sequences over it.
 
-A token folder holds ``manifest.json`` and, for each split (``train``, ``held_out``), files
-``train-00000.bin`` and so on of little-endian uint16 token ids, or uint32 where the vocabulary has
-more than 65,536 entries. A file is one stream of documents, each ended by the EOS token. Sequences
-are cut from it without gaps, and the tokens at its end that fill no sequence are left out.
+A token folder holds ``manifest.json`` and, for each split (``train``, ``held_out``, ``test``),
+files ``train-00000.bin`` and so on of little-endian uint16 token ids, or uint32 where the
+vocabulary has more than 65,536 entries. A file is one stream of documents, each ended by the EOS
+token. Sequences are cut from it without gaps, and the tokens at its end that fill no sequence are
+left out.
 """
 
 import json
@@ -21,7 +22,7 @@ from midus.errors import MidusError
 
 FORMAT = "midus-tokens"
 VERSION = 1
-SPLITS = ("train", "held_out")
+SPLITS = ("train", "held_out", "test")
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -84,7 +85,7 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
 
     Args:
         folder: The token folder, or its path.
-        split: ``train`` or ``held_out``.
+        split: ``train``, ``held_out`` or ``test``.
         seq_len: Tokens in a sequence.
         max_tokens: Most tokens to use, from the start; default: all.
     """

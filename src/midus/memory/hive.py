@@ -16,6 +16,9 @@ from midus.ops import weighted_gather
 class HiveValues(MemoryModule):
     """The latent table and the projections; `ops.headwise_memory` reads them (Eq. 5).
 
+    Called as a module it computes the same from slots that were chosen before, which is what
+    adapters and offloading need.
+
     The latent table starts at zero, so a freshly inserted memory block is the identity. The
     projections must not: with both at zero neither would ever receive a gradient.
 
@@ -30,6 +33,7 @@ class HiveValues(MemoryModule):
         head_width: Width one head writes, ``hidden_size // num_heads`` (paper: d_h).
         latent_dim: Width of the shared table (paper: r). Default: ``head_width``.
         init: Start of the projections, ``normal`` (std r^-0.5) or ``identity``.
+        scale: What that start is multiplied by.
     """
 
     def __init__(
@@ -39,10 +43,12 @@ class HiveValues(MemoryModule):
         head_width: int,
         latent_dim: int | None = None,
         init: str = "normal",
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         latent_dim = head_width if latent_dim is None else latent_dim
         self.init = init
+        self.scale = scale
         self.latent_values = nn.Parameter(torch.empty(num_slots, latent_dim))
         self.value_proj = nn.Parameter(torch.empty(num_heads, latent_dim, head_width))
         self.value_cache: Tensor | None = None
@@ -54,11 +60,18 @@ class HiveValues(MemoryModule):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.latent_values)
         if self.init == "normal":
-            nn.init.normal_(self.value_proj, std=self.value_proj.shape[1] ** -0.5)
+            nn.init.normal_(self.value_proj, std=self.scale * self.value_proj.shape[1] ** -0.5)
         elif not getattr(self.value_proj, "_is_hf_initialized", False):
             # nn.init.eye_ takes one matrix; the flag it would look at belongs to the whole tensor.
             for projection in self.value_proj.unbind(0):
                 nn.init.eye_(projection)
+            if self.scale != 1.0:
+                with torch.no_grad():
+                    self.value_proj.mul_(self.scale)
+
+    def forward(self, slot_idx: Tensor, weights: Tensor) -> Tensor:
+        latent = weighted_gather(self.latent_values, slot_idx, weights)  # [B, T, H, R]
+        return torch.einsum("...hr,hro->...ho", latent, self.value_proj)  # [B, T, H, O]
 
     def build_cache(self) -> None:
         """Projects the whole table for every head, ``[H, N, O]``, into the weights' own type.

@@ -34,13 +34,23 @@ class HeadwiseMemory(MemoryLayer):
         self.require_even_queries()
         self.num_slots = config.num_subkeys**2
         self.keys = ProductKeys(
-            num_heads, config.num_subkeys, self.query_dim, config.top_k, config.key_init
+            num_heads,
+            config.num_subkeys,
+            self.query_dim,
+            config.top_k,
+            config.key_init,
+            config.key_scale,
         )
         head_width = hidden_size // num_heads
         self.values: HiveValues | SharedValues | IndependentValues
         if config.values == "hive":
             self.values = HiveValues(
-                self.num_slots, num_heads, head_width, config.latent_dim, config.value_proj_init
+                self.num_slots,
+                num_heads,
+                head_width,
+                config.latent_dim,
+                config.value_proj_init,
+                config.value_proj_scale,
             )
         elif config.values == "shared":
             self.values = SharedValues(self.num_slots, head_width)
@@ -50,11 +60,25 @@ class HeadwiseMemory(MemoryLayer):
     def forward(self, attended: Tensor) -> Tensor:
         queries = self.make_queries(attended)  # [B, T, H, E]
         head_values: Tensor  # [B, T, H, O]
-        if isinstance(self.values, HiveValues):
-            head_values = self._hive(queries, self.values)
+        values = self.values
+        if isinstance(values, HiveValues) and self._holds_its_tables():
+            head_values = self._hive(queries, values)
         else:
-            head_values = self.values(*self.keys(queries))
+            head_values = values(*self.keys(queries))
         return head_values.flatten(-2)  # [B, T, D]
+
+    def _holds_its_tables(self) -> bool:
+        """Whether keys and values are there to be read without calling their modules.
+
+        Adapters put modules of their own in place, parametrizations another class, and offloaded
+        weights are fetched by the call.
+        """
+        keys, values = self.keys, self.values
+        return (
+            type(keys) is ProductKeys
+            and type(values) is HiveValues
+            and not (keys.row_keys.is_meta or values.latent_values.is_meta)
+        )
 
     def _hive(self, queries: Tensor, values: HiveValues) -> Tensor:
         """Retrieval and Eq. 5 as one operation, from the cache where there is one."""

@@ -10,9 +10,9 @@ from midus.memory.module import MemoryModule
 from midus.ops import linear_topk, product_key_topk
 
 
-def _reset(keys: nn.Parameter, init: str) -> None:
+def _reset(keys: nn.Parameter, init: str, scale: float) -> None:
     """Uniform in ±1/sqrt(width) or normal with that std; the paper gives no start for keys."""
-    scale = keys.shape[-1] ** -0.5
+    scale *= keys.shape[-1] ** -0.5
     if init == "uniform":
         nn.init.uniform_(keys, -scale, scale)
     else:
@@ -28,21 +28,29 @@ class ProductKeys(MemoryModule):
         query_dim: Width of one head's query; even, one half for rows and one for columns.
         top_k: Slots retrieved per head and token (paper: k).
         init: ``uniform`` or ``normal``.
+        scale: What the start is multiplied by.
     """
 
     def __init__(
-        self, num_heads: int, num_subkeys: int, query_dim: int, top_k: int, init: str = "uniform"
+        self,
+        num_heads: int,
+        num_subkeys: int,
+        query_dim: int,
+        top_k: int,
+        init: str = "uniform",
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.top_k = top_k
         self.init = init
+        self.scale = scale
         self.row_keys = nn.Parameter(torch.empty(num_heads, num_subkeys, query_dim // 2))
         self.col_keys = nn.Parameter(torch.empty(num_heads, num_subkeys, query_dim // 2))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        _reset(self.row_keys, self.init)
-        _reset(self.col_keys, self.init)
+        _reset(self.row_keys, self.init, self.scale)
+        _reset(self.col_keys, self.init, self.scale)
 
     def forward(self, queries: Tensor) -> tuple[Tensor, Tensor]:
         slot_idx, scores = product_key_topk(queries, self.row_keys, self.col_keys, self.top_k)
@@ -58,19 +66,27 @@ class LinearKeys(MemoryModule):
         query_dim: Width of one head's query.
         top_k: Slots retrieved per head and token (paper: k).
         init: ``uniform`` or ``normal``.
+        scale: What the start is multiplied by.
     """
 
     def __init__(
-        self, num_heads: int, num_slots: int, query_dim: int, top_k: int, init: str = "uniform"
+        self,
+        num_heads: int,
+        num_slots: int,
+        query_dim: int,
+        top_k: int,
+        init: str = "uniform",
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.top_k = top_k
         self.init = init
+        self.scale = scale
         self.keys = nn.Parameter(torch.empty(num_heads, num_slots, query_dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        _reset(self.keys, self.init)
+        _reset(self.keys, self.init, self.scale)
 
     def forward(self, queries: Tensor) -> tuple[Tensor, Tensor]:
         slot_idx, scores = linear_topk(queries, self.keys, self.top_k)

@@ -25,7 +25,12 @@ class LinearMemory(MemoryLayer):
         super().__init__(config, hidden_size, num_heads, attended_dim)
         self.num_slots = config.num_subkeys**2
         self.keys = LinearKeys(
-            num_heads, self.num_slots, self.query_dim, config.top_k, config.key_init
+            num_heads,
+            self.num_slots,
+            self.query_dim,
+            config.top_k,
+            config.key_init,
+            config.key_scale,
         )
         self.values = SummedValues(self.num_slots, hidden_size)
 

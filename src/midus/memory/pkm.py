@@ -26,7 +26,12 @@ class ProductKeyMemory(MemoryLayer):
         self.require_even_queries()
         self.num_slots = config.num_subkeys**2
         self.keys = ProductKeys(
-            num_heads, config.num_subkeys, self.query_dim, config.top_k, config.key_init
+            num_heads,
+            config.num_subkeys,
+            self.query_dim,
+            config.top_k,
+            config.key_init,
+            config.key_scale,
         )
         self.values = SummedValues(self.num_slots, hidden_size)
 

@@ -14,7 +14,9 @@ def make_head_attention(config: Any, layer_idx: int, keep_output_proj: bool) -> 
     """The family's attention module, without its ``o_proj`` unless asked to keep it."""
     attention: nn.Module = find_family(config.model_type).attention_class(config, layer_idx)
     if not keep_output_proj:
-        attention.o_proj = nn.Identity()
+        del attention.o_proj
+        # No registered part: whoever adapts every `o_proj` by its name must not find this one.
+        attention.__dict__["o_proj"] = nn.Identity()
     return attention
 
 

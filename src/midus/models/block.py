@@ -53,6 +53,8 @@ class MemoryBlock(GradientCheckpointingLayer):
         )
         self.self_attn = make_head_attention(config, layer_idx, memory.attn_output_proj)
         self._is_llama_like = is_llama_like(config, self.self_attn)
+        # Where a tensor-parallel plan puts the heads of all ranks side by side.
+        self.head_outputs = None if memory.attn_output_proj else nn.Identity()
         self.memory = memory_layer_class(memory.kind)(
             memory, config.hidden_size, config.num_attention_heads, width
         )
@@ -82,6 +84,8 @@ class MemoryBlock(GradientCheckpointingLayer):
         return hidden_states + self._correct(hidden_states, attended)
 
     def _correct(self, hidden_states: Tensor, attended: Tensor) -> Tensor:
+        if self.head_outputs is not None:
+            attended = self.head_outputs(attended)  # [B, T, H * E]
         if self.attention_residual:
             attended = hidden_states + attended
         correction: Tensor = self.memory_output_proj(self.memory(attended))  # [B, T, D]

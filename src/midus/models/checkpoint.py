@@ -190,6 +190,8 @@ def write_surroundings(
     """
     if is_upscaled(config.model_type):
         config.auto_map = auto_map(config)
+        causal_lm = config.auto_map["AutoModelForCausalLM"].split(".")[1]
+        config.architectures = config.architectures or [causal_lm]  # servers go by it
         write_stub(folder, config)
     if replacing is None or is_our_card(replacing / "README.md"):
         write_card(folder, config, licence, tags)

@@ -94,11 +94,18 @@ class MidusConfigMixin:
 
 def _make_config_class(family: Family) -> Any:
     name = f"Midus{family.text_prefix or family.prefix}Config"
+    plan = family.config_class.base_model_tp_plan
     body = {
         "__doc__": f"{family.config_class.__name__} with memory blocks.",
         "__module__": __name__,
         "__annotations__": {},
         "model_type": PREFIX + family.model_type,
+        # Heads are shared out as in the base's blocks; every rank has the whole memory, so the
+        # heads come together before it, in the way the output projection would take them.
+        "base_model_tp_plan": {
+            **plan,
+            "layers.*.head_outputs": plan["layers.*.self_attn.o_proj"],
+        },
     }
     return type(name, (MidusConfigMixin, family.config_class), body)
 

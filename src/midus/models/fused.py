@@ -19,6 +19,7 @@ from transformers.utils import output_capturing
 
 from midus.memory.hive import HiveValues
 from midus.memory.hml import HeadwiseMemory
+from midus.memory.keys import ProductKeys
 from midus.models.families import FAMILIES, find_family
 from midus.ops import attend_and_read, project_token, rotate_heads
 
@@ -218,12 +219,14 @@ def _reads_plainly(block: Any) -> bool:
     memory = block.memory
     return (
         type(memory) is HeadwiseMemory
+        and type(memory.keys) is ProductKeys
         and type(memory.values) is HiveValues
         and not block.attention_residual
         and all(
             type(module) is nn.Identity and not is_watched(module)
             for module in (
                 block.self_attn.o_proj,
+                block.head_outputs,
                 memory.query_proj,
                 memory.query_norm,
                 block.memory_output_proj,
@@ -250,9 +253,10 @@ def is_plain_linear(module: Any, hidden_states: Tensor) -> bool:
         return False
     weight = module.weight
     return (
-        weight.dtype == hidden_states.dtype
+        # Not sharded, not packed: such tensors have classes of their own.
+        type(weight) in (Tensor, nn.Parameter)
+        and weight.dtype == hidden_states.dtype
         and weight.device == hidden_states.device
-        and not hasattr(weight, "device_mesh")
         and weight.is_contiguous()
     )
 

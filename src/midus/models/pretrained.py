@@ -5,10 +5,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from transformers import GenerationMixin
+
 from midus.errors import MidusError
 from midus.models.atomic import atomic_folder
 from midus.models.checkpoint import write_surroundings
 from midus.models.delta import HUB_KEYS, base_licence, load_delta, write_delta
+from midus.models.quantized import leave_inserted
 from midus.models.record import set_trainable
 
 _UPLOAD_KEYS = (
@@ -38,8 +41,15 @@ class CheckpointMixin:
         """
         base = kwargs.pop("base", None)
         source = pretrained_model_name_or_path
-        if source is not None and _is_delta(cls, source, kwargs):
-            return load_delta(cls, source, base, *args, **kwargs)
+        known = {} if source is None else _known_config(cls, source, kwargs)
+        if kwargs.get("quantization_config") is not None and known:
+            kwargs["quantization_config"] = leave_inserted(
+                kwargs["quantization_config"],
+                known["memory_positions"],
+                "model." if issubclass(cls, GenerationMixin) else "",
+            )
+        if known.get("is_delta"):
+            return _load_delta_adapted(cls, source, base, *args, **kwargs)
         if base is not None:
             raise MidusError(
                 f"base={str(base)!r} was given, but {source} is a full checkpoint; leave it out"
@@ -69,6 +79,11 @@ class CheckpointMixin:
             tags: Tags of the model card besides ours.
             **kwargs: Passed on.
         """
+        if delta and any(hasattr(p, "device_mesh") for p in self.parameters()):  # type: ignore[attr-defined]
+            raise MidusError(
+                "the model's weights are shared out over processes, and a delta is written by one; "
+                "save a full checkpoint, or load the model whole"
+            )
         # PEFT adapters, distributed checkpoints and other ranks: transformers' own ways.
         if (
             getattr(self, "_hf_peft_config_loaded", False)
@@ -117,13 +132,25 @@ class CheckpointMixin:
         set_trainable(self)
 
 
-def _is_delta(cls: Any, source: Any, kwargs: dict[str, Any]) -> bool:
+def _load_delta_adapted(cls: Any, source: Any, base: Any, *args: Any, **kwargs: Any) -> Any:
+    """A delta, and the PEFT adapter for which an Auto class found it to be the model."""
+    adapter = dict(kwargs.pop("adapter_kwargs", None) or {})
+    name, path = kwargs.pop("adapter_name", "default"), adapter.pop("_adapter_model_path", None)
+    loaded = load_delta(cls, source, base, *args, **kwargs)
+    if path is not None:
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.load_adapter(path, adapter_name=name, adapter_kwargs=adapter)
+    return loaded
+
+
+def _known_config(cls: Any, source: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Positions of the memory blocks and whether the checkpoint is a delta."""
     config: Any = kwargs.get("config")
     if hasattr(config, "is_delta"):
-        return bool(config.is_delta)
+        return {"memory_positions": config.memory_positions, "is_delta": config.is_delta}
     hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
     values, _ = cls.config_class.get_config_dict(config or source, **hub)
-    return bool(values.get("is_delta"))
+    return {"memory_positions": [], **values}
 
 
 def _upload(

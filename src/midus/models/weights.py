@@ -28,8 +28,9 @@ _MAX_HEADER = 100 << 20
 _MAX_DIMS = 64
 _MAX_ELEMENTS = 2**60
 
-# BatchNorm's count of the batches it saw, the one whole number of a grown model.
-_COUNTERS = "num_batches_tracked"
+# The whole numbers of a grown model: BatchNorm's count of the batches it saw, and UltraMem's order
+# of its slots.
+_WHOLE_NUMBERS = ("num_batches_tracked", "memory.values.permutation")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _SHARD = re.compile(r"(?!\.)[\w.+ -]{1,200}\.safetensors")
 
@@ -216,7 +217,7 @@ def require_floats(weights: Weights, source: str | Path) -> None:
     """Refuses whole numbers and 8-bit types, which only a quantized model has for weights."""
     for name, entry in weights.items():
         is_float = entry.dtype.is_floating_point and entry.dtype.itemsize > 1
-        if not is_float and not name.endswith(_COUNTERS):
+        if not is_float and not name.endswith(_WHOLE_NUMBERS):
             raise MidusError(
                 f"{source} has {shown(name)!r} of type {entry.dtype_name}, where float32, bfloat16 "
                 "or float16 belongs; use the unquantized model"

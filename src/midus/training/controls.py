@@ -24,15 +24,25 @@ def apply_control(model: Any, kind: str, target: int, seed: int = 0) -> Any:
     return _lora(model, target, seed) if kind == "lora" else _last_layers(model, target)
 
 
+def causal_lm(model: Any) -> Any:
+    """The model inside PEFT's wrapper, where there is one."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
 def lora_rank(model: Any, target: int) -> int:
     """The rank at which LoRA on every linear layer of the blocks has nearest to ``target``."""
     a_rank = sum(sum(module.weight.shape) for _, module in _block_linears(model))
     return max(1, round(target / a_rank))
 
 
-def _lora(model: Any, target: int, seed: int) -> Any:
-    if importlib.util.find_spec("peft") is None:
+def check_control(kind: str) -> None:
+    """Refuses a control whose package is missing."""
+    if kind == "lora" and importlib.util.find_spec("peft") is None:
         raise MidusError("control 'lora' needs the package peft; run: pip install 'midus[train]'")
+
+
+def _lora(model: Any, target: int, seed: int) -> Any:
+    check_control("lora")
     from peft import LoraConfig, get_peft_model
 
     rank = lora_rank(model, target)

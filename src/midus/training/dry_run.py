@@ -8,7 +8,7 @@ from midus.models.sources import resolve_source
 from midus.training.arguments import make_arguments
 from midus.training.controls import apply_control
 from midus.training.freezing import choose_trainable, count_trainable
-from midus.training.optim import MEMORY_GROUP, parameter_groups
+from midus.training.optim import parameter_groups, schedule_of
 from midus.training.options import TrainOptions
 from midus.training.starting import planned_config, target_count
 
@@ -33,6 +33,7 @@ def describe_run(options: TrainOptions, base_config: Any = None) -> dict[str, An
         options.optimizer.memory_lr,
         options.optimizer.weight_decay or 0.0,
         options.optimizer.constant_value_proj,
+        options.optimizer.parts,
     )
     arguments = make_arguments(
         options, has_held_out=bool(options.data.held_out or options.data.eval_sources)
@@ -48,7 +49,12 @@ def describe_run(options: TrainOptions, base_config: Any = None) -> dict[str, An
                 "tensors": len(group["params"]),
                 "parameters": sum(p.numel() for p in group["params"]),
                 "lr": group["lr"],
-                "rate": "constant" if group["name"] == MEMORY_GROUP else options.optimizer.schedule,
+                "rate": schedule_of(
+                    group["name"],
+                    options.optimizer.warmup_ratio,
+                    options.optimizer.schedule,
+                    options.optimizer.parts,
+                )[0],
                 "weight_decay": group["weight_decay"],
             }
             for group in groups

@@ -2,21 +2,54 @@
 
 Paper, Appendix "Hyperparameter Settings": everything else follows a cosine with warm-up. Its rate
 for keys and values is the largest of that schedule, which suits 12,100 steps; in short runs a
-higher one decides how much a table that starts at zero can learn.
+higher one decides how much a table that starts at zero can learn. Beyond the paper, each part of
+the memory blocks can have a rate, schedule, decay and clipping of its own (`PartOptions`).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from midus.memory.base import MemoryLayer
 from midus.memory.hive import HiveValues
+from midus.models.block import MemoryBlock
+from midus.training.options import PartOptions
 
 MEMORY_GROUP = "memory"
+# Parts that the paper trains at a constant rate.
+_CONSTANT = (MEMORY_GROUP, "keys", "values")
+_KEYS = ("row_keys", "col_keys", "keys")
+
+
+def part_of(name: str) -> str | None:
+    """The part of a memory block that a matrix of it belongs to, by its name inside the block."""
+    leaf = name.rpartition(".")[2]
+    if name.startswith("self_attn."):
+        return "attention"
+    if name.startswith("memory_output_proj."):
+        return "output_proj"
+    if leaf in _KEYS:
+        return "keys"
+    if leaf in ("latent_values", "values"):
+        return "values"
+    return "value_proj" if leaf == "value_proj" else None
+
+
+def find_parts(model: nn.Module) -> dict[int, str]:
+    """The part of every parameter of memory blocks that has one, by the parameter's ``id``."""
+    parts = {}
+    for block in model.modules():
+        if isinstance(block, MemoryBlock):
+            for name, parameter in block.named_parameters():
+                # Norms and biases train like those of any block.
+                if parameter.ndim > 1 and (part := part_of(name)):
+                    parts[id(parameter)] = part
+    return parts
 
 
 def parameter_groups(
@@ -25,6 +58,7 @@ def parameter_groups(
     memory_lr: float | None = None,
     weight_decay: float = 0.0,
     constant_value_proj: bool = False,
+    parts: Mapping[str, PartOptions] | None = None,
 ) -> list[dict[str, Any]]:
     """Groups of the trainable parameters, for any ``torch.optim`` optimizer.
 
@@ -34,10 +68,14 @@ def parameter_groups(
         memory_lr: Constant rate of keys and values. Default: ``lr``, as in the paper.
         weight_decay: Of matrices. Norms, biases, keys and values have none.
         constant_value_proj: Count HIVE's head projections W_h among the values.
+        parts: Parts of the memory blocks that get a group of their own, by name.
 
     Returns:
-        Up to three groups with a ``name``: ``decay``, ``no_decay`` and ``memory``.
+        Up to three groups with a ``name``, ``decay``, ``no_decay`` and ``memory``, and one for
+        each of ``parts`` that the model has.
     """
+    parts = parts or {}
+    part_names = find_parts(model)
     memory = {
         id(parameter)
         for module in model.modules()
@@ -47,29 +85,52 @@ def parameter_groups(
     if constant_value_proj:
         memory |= {id(m.value_proj) for m in model.modules() if isinstance(m, HiveValues)}
     groups: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": [], MEMORY_GROUP: []}
+    groups |= {name: [] for name in parts}
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        if id(parameter) in memory:
+        part = part_names.get(id(parameter), "")
+        if part in parts:
+            groups[part].append(parameter)
+        elif id(parameter) in memory:
             groups[MEMORY_GROUP].append(parameter)
         else:
             groups["decay" if parameter.ndim > 1 else "no_decay"].append(parameter)
-    rates = {MEMORY_GROUP: lr if memory_lr is None else memory_lr}
-    decays = {"decay": weight_decay}
-    return [
-        {
-            "name": name,
-            "params": parameters,
-            "lr": rates.get(name, lr),
-            "weight_decay": decays.get(name, 0.0),
-        }
-        for name, parameters in groups.items()
-        if parameters
-    ]
+    slow = lr if memory_lr is None else memory_lr
+    made = []
+    for name, parameters in groups.items():
+        own = parts.get(name, PartOptions())
+        is_memory = name in _CONSTANT
+        decays = name != "no_decay" and not is_memory
+        usual = {"lr": slow if is_memory else lr, "weight_decay": weight_decay if decays else 0.0}
+        given = {key: getattr(own, key) for key in usual if getattr(own, key) is not None}
+        if parameters:
+            made.append({"name": name, "params": parameters, **usual, **given})
+    return made
+
+
+def schedule_of(
+    name: str,
+    warmup_ratio: float,
+    shape: str,
+    parts: Mapping[str, PartOptions] | None = None,
+) -> tuple[str, float]:
+    """Shape and share of warm-up of a group, by its name."""
+    own = (parts or {}).get(name, PartOptions())
+    usual = ("constant", 0.0) if name in _CONSTANT else (shape, warmup_ratio)
+    return (
+        usual[0] if own.schedule is None else own.schedule,
+        usual[1] if own.warmup_ratio is None else own.warmup_ratio,
+    )
 
 
 def constant_memory_schedule(
-    optimizer: Optimizer, num_steps: int, warmup_ratio: float = 0.1, shape: str = "cosine"
+    optimizer: Optimizer,
+    num_steps: int,
+    warmup_ratio: float = 0.1,
+    shape: str = "cosine",
+    decay_ratio: float = 1.0,
+    parts: Mapping[str, PartOptions] | None = None,
 ) -> LambdaLR:
     """Warm-up, then ``shape``; the memory group keeps its rate from first to last.
 
@@ -78,20 +139,26 @@ def constant_memory_schedule(
         num_steps: Steps of the whole run.
         warmup_ratio: Share of the steps in which the rate rises.
         shape: ``cosine`` or ``linear``, both down to zero, or ``constant``.
+        decay_ratio: Share of the steps after the warm-up, the last ones, in which the shape falls.
+        parts: Parts of the memory blocks with a schedule of their own, as the groups have them.
     """
-    num_warmup = math.ceil(num_steps * warmup_ratio)
 
-    def scheduled(step: int) -> float:
-        if step < num_warmup:
-            return step / max(num_warmup, 1)
-        progress = min((step - num_warmup) / max(num_steps - num_warmup, 1), 1.0)
-        return _SHAPES[shape](progress)
+    def scheduled(name: str) -> Callable[[int], float]:
+        own_shape, own_warmup = schedule_of(name, warmup_ratio, shape, parts)
+        num_warmup = math.ceil(num_steps * own_warmup)
+        num_falling = (num_steps - num_warmup) * decay_ratio
 
-    def constant(step: int) -> float:
-        return 1.0
+        def rate(step: int) -> float:
+            if step < num_warmup:
+                return step / num_warmup
+            fallen = step - (num_steps - num_falling)
+            return _SHAPES[own_shape](min(max(fallen / max(num_falling, 1), 0.0), 1.0))
 
-    is_memory = [group.get("name") == MEMORY_GROUP for group in optimizer.param_groups]
-    return LambdaLR(optimizer, [constant if memory else scheduled for memory in is_memory])
+        return rate
+
+    return LambdaLR(
+        optimizer, [scheduled(group.get("name", "")) for group in optimizer.param_groups]
+    )
 
 
 _SHAPES: dict[str, Callable[[float], float]] = {
@@ -99,3 +166,36 @@ _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "constant": lambda progress: 1.0,
 }
+
+
+def make_clipping(
+    model: nn.Module, max_norm: float, parts: Mapping[str, PartOptions] | None = None
+) -> Callable[[], Tensor]:
+    """Clips the gradients when called, and gives the norm that all of them had before.
+
+    Args:
+        model: The model that trains.
+        max_norm: Largest norm of the gradients together; 0: they are not clipped.
+        parts: Parts of the memory blocks; one with ``max_grad_norm`` is clipped at it, alone.
+    """
+    limits = {
+        name: own.max_grad_norm
+        for name, own in (parts or {}).items()
+        if own.max_grad_norm is not None
+    }
+    names = find_parts(model) if limits else {}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rest = [parameter for parameter in trained if names.get(id(parameter)) not in limits]
+    bounded = [(rest, max_norm)]
+    for name, limit in limits.items():
+        bounded.append(([p for p in trained if names.get(id(p)) == name], limit))
+
+    def clip() -> Tensor:
+        norms = [_clip(parameters, limit) for parameters, limit in bounded if parameters]
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+    return clip
+
+
+def _clip(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+    return nn.utils.clip_grad_norm_(parameters, limit or math.inf)

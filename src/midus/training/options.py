@@ -7,7 +7,7 @@ under ``trainer:``. An unknown key is an error, and every run saves the options 
 import json
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from midus.config import MemoryConfig, UpscaleConfig
 from midus.data.options import DataOptions
@@ -20,6 +20,8 @@ SCHEDULES = ("cosine", "linear", "constant")
 TRAINABLE = ("auto", "inserted", "all")
 CONTROLS = ("none", "lora", "last_layers")
 SHARDINGS = ("none", "fsdp2")
+PARTS = ("attention", "keys", "values", "value_proj", "output_proj")
+KEY_STARTS = ("random", "queries")
 
 # What the recipes set where the file says nothing. The paper's rates suit its 12,100 steps; in a
 # short run the table that starts at zero needs a higher one.
@@ -66,6 +68,34 @@ _OWNED = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartOptions:
+    """How one part of the memory blocks trains, where not like the rest (beyond the paper)."""
+
+    lr: float | None = None
+    """Largest rate; default: lr, for keys and values memory_lr."""
+    schedule: str | None = None
+    """cosine, linear or constant; default: the run's, for keys and values constant."""
+    warmup_ratio: float | None = None
+    """Share of the steps in which the rate rises; default: the run's, for keys and values 0."""
+    weight_decay: float | None = None
+    """Weight decay; default: the run's, for keys and values 0."""
+    max_grad_norm: float | None = None
+    """Clip the part's gradient at this norm, alone; default: with all others, as trainer has it."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.schedule is not None:
+            _one_of("schedule of a part", self.schedule, SCHEDULES)
+        for name, largest in (
+            ("lr", 10),
+            ("warmup_ratio", 1),
+            ("weight_decay", 10),
+            ("max_grad_norm", 1e6),
+        ):
+            _number(f"{name} of a part", getattr(self, name), 0.0, largest, optional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
     """AdamW as the paper has it: keys and values at a constant rate of their own."""
 
@@ -81,8 +111,12 @@ class OptimizerOptions:
     """Share of the steps in which the rate rises."""
     schedule: str = "cosine"
     """Rate after the warm-up: cosine, linear or constant."""
+    decay_ratio: float = 1.0
+    """Share of the steps after the warm-up, the last ones, in which the schedule falls."""
     constant_value_proj: bool = False
     """Give the head projections W_h the memory's constant rate instead of the schedule."""
+    parts: dict[str, PartOptions] = field(default_factory=dict)
+    """Parts of the memory blocks apart: attention, keys, values, value_proj, output_proj."""
     adam_beta2: float | None = None
     """Decay of AdamW's second moment; default: the recipe's."""
 
@@ -92,12 +126,20 @@ class OptimizerOptions:
         _one_of("optimizer.schedule", self.schedule, SCHEDULES)
         for name, largest in (("lr", 10), ("memory_lr", 10), ("weight_decay", 10)):
             _number(f"optimizer.{name}", getattr(self, name), 0.0, largest, optional=True)
-        _number("optimizer.warmup_ratio", self.warmup_ratio, 0.0, 1.0)
+        for name in ("warmup_ratio", "decay_ratio"):
+            _number(f"optimizer.{name}", getattr(self, name), 0.0, 1.0)
         if not isinstance(self.constant_value_proj, bool):
             raise MidusError(
                 f"optimizer.constant_value_proj={self.constant_value_proj!r} must be true or false"
             )
         _number("optimizer.adam_beta2", self.adam_beta2, 0.0, 1.0, optional=True)
+        for part in self.parts:
+            _one_of("part of optimizer.parts", part, PARTS)
+        if self.constant_value_proj and "value_proj" in self.parts:
+            raise MidusError(
+                "optimizer.constant_value_proj and optimizer.parts.value_proj exclude each other; "
+                "give the part schedule: constant and a rate instead"
+            )
 
     def resolved(self, stage: str) -> "OptimizerOptions":
         """With the recipe's values where none are given."""
@@ -121,6 +163,8 @@ class TrainOptions:
     """How the model grows first; leave it out for a model that has grown or should not."""
     control: str = "none"
     """Train something else with as many parameters instead of growing: lora or last_layers."""
+    key_start: str = "random"
+    """Keys of the memory blocks: random as they grow, or queries (clusters of the base's own)."""
     trainable: str = "auto"
     """What trains: inserted, all, or auto (cpt: what the method trains; sft: all)."""
     data: DataOptions
@@ -159,6 +203,7 @@ class TrainOptions:
         _one_of("stage", self.stage, STAGES)
         _one_of("control", self.control, CONTROLS)
         _one_of("trainable", self.trainable, TRAINABLE)
+        _one_of("key_start", self.key_start, KEY_STARTS)
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("sharding", self.sharding, SHARDINGS)
         for name in ("model", "output"):
@@ -186,11 +231,17 @@ class TrainOptions:
                 "model would have; say how in an upscale section"
             )
         _refuse_owned(self.trainer)
+        clipped = [name for name, own in self.optimizer.parts.items() if own.max_grad_norm]
+        if clipped and not self.trainer.get("max_grad_norm", 1.0):
+            raise MidusError(
+                f"optimizer.parts.{clipped[0]}.max_grad_norm has no effect with "
+                "trainer.max_grad_norm=0; give trainer.max_grad_norm a number, or leave it out"
+            )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainOptions":
         """The options a mapping spells out; unknown and missing keys are errors."""
-        options: TrainOptions = _build(cls, values, "")
+        options: TrainOptions = build_options(cls, values, "")
         return options
 
     def to_dict(self) -> dict[str, Any]:
@@ -207,6 +258,23 @@ def read_options(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) 
         overrides: Each one key with dots and a YAML value; ``data.sources.0.weight=2`` reaches into
             a list.
     """
+    values = read_yaml(path, overrides, "stage: cpt")
+    try:
+        return TrainOptions.from_dict(values)
+    except MidusError as error:
+        raise MidusError(f"{path}: {error}") from error
+
+
+def read_yaml(
+    path: str | Path, overrides: list[str] | tuple[str, ...], example: str
+) -> dict[str, Any]:
+    """The mapping a YAML file holds, with ``a.b=value`` overrides.
+
+    Args:
+        path: The file.
+        overrides: As `read_options` takes them.
+        example: What its first line might be, for messages.
+    """
     import yaml
 
     file = Path(path)
@@ -218,13 +286,10 @@ def read_options(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) 
         reason = " ".join(str(error).split())
         raise MidusError(f"{file} is not valid YAML ({reason})") from error
     if not isinstance(values, dict):
-        raise MidusError(f"{file} holds no options; write them as `stage: cpt` and so on")
+        raise MidusError(f"{file} holds no options; write them as `{example}` and so on")
     for override in overrides:
         _override(values, override)
-    try:
-        return TrainOptions.from_dict(values)
-    except MidusError as error:
-        raise MidusError(f"{file}: {error}") from error
+    return values
 
 
 def _override(values: Any, override: str) -> None:
@@ -234,9 +299,21 @@ def _override(values: Any, override: str) -> None:
     if not equals or not key:
         raise MidusError(f"--set {override!r} must be a key and a value, such as optimizer.lr=1e-4")
     try:
-        value = _numeric(yaml.safe_load(text))
+        value = numeric(yaml.safe_load(text))
     except yaml.YAMLError as error:
         raise MidusError(f"--set {override!r}: {text!r} is no YAML value") from error
+    set_option(values, key, value, f"--set {override!r}")
+
+
+def set_option(values: Any, key: str, value: Any, said: str) -> None:
+    """Puts a value into nested options.
+
+    Args:
+        values: What a YAML file holds; it is changed.
+        key: Names with dots between them; a number reaches into a list.
+        value: What stands there then.
+        said: Who asks for it, for messages.
+    """
     *path, last = key.split(".")
     place = values
     for part in path:
@@ -249,21 +326,21 @@ def _override(values: Any, override: str) -> None:
                 place[part] = {}
             place = place[part]
         else:
-            raise MidusError(f"--set {override!r}: there is no {part!r} in the file to set it in")
+            raise MidusError(f"{said}: there is no {part!r} in the file to set it in")
     if isinstance(place, list) and last.isdigit() and int(last) < len(place):
         place[int(last)] = value
     elif isinstance(place, dict):
         place[last] = value
     else:
-        raise MidusError(f"--set {override!r}: there is no {last!r} in the file to set it in")
+        raise MidusError(f"{said}: there is no {last!r} in the file to set it in")
 
 
-def _numeric(value: Any) -> Any:
+def numeric(value: Any) -> Any:
     """YAML 1.1 takes 1e-4 for a string; people mean the number."""
     if isinstance(value, dict):
-        return {key: _numeric(item) for key, item in value.items()}
+        return {key: numeric(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_numeric(item) for item in value]
+        return [numeric(item) for item in value]
     if isinstance(value, str) and "e" in value.lower():
         try:
             return float(value)
@@ -272,7 +349,7 @@ def _numeric(value: Any) -> Any:
     return value
 
 
-def _build(cls: type[Any], values: Any, where: str) -> Any:
+def build_options(cls: type[Any], values: Any, where: str) -> Any:
     """A dataclass from a mapping, nested ones included."""
     if not isinstance(values, dict):
         raise MidusError(f"{where.rstrip('.')}={values!r} must be a mapping of options")
@@ -286,13 +363,20 @@ def _build(cls: type[Any], values: Any, where: str) -> Any:
     for name, value in values.items():
         kind = next((t for t in (types[name], *get_args(types[name])) if is_dataclass(t)), None)
         if kind is DataOptions:
-            made[name] = DataOptions.from_dict(_numeric(value))
+            made[name] = DataOptions.from_dict(numeric(value))
         elif kind is not None and value is None and types[name] is kind:
             continue  # null takes the section's defaults
+        elif kind is not None and get_origin(types[name]) is dict:
+            if not isinstance(value, dict):
+                raise MidusError(f"{where}{name}={value!r} must be a mapping of options by name")
+            made[name] = {
+                part: build_options(kind, own, f"{where}{name}.{part}.")  # type: ignore[arg-type]
+                for part, own in value.items()
+            }
         elif kind is not None and value is not None:
-            made[name] = _build(kind, value, f"{where}{name}.")  # type: ignore[arg-type]
+            made[name] = build_options(kind, value, f"{where}{name}.")  # type: ignore[arg-type]
         else:
-            made[name] = _numeric(value)
+            made[name] = numeric(value)
     missing = [
         f"{where}{name}"
         for name, f in known.items()

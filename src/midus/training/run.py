@@ -26,8 +26,10 @@ from midus.training.checkpoint import (
     replace_text,
     write_weights,
 )
+from midus.training.controls import causal_lm
 from midus.training.distributed import first_rank_first, from_first_rank, is_first_rank
 from midus.training.freezing import count_trainable
+from midus.training.key_start import first_batches, start_keys_from_queries
 from midus.training.loss import use_chunked_loss
 from midus.training.options import TrainOptions
 from midus.training.plots import plot_losses
@@ -57,6 +59,14 @@ _FREE = (
     "trainer.save_steps",
     "trainer.save_total_limit",
 )
+# What runs had that were begun without the option.
+_BEFORE = {
+    "fused_blocks": False,
+    "key_start": "random",
+    "optimizer.decay_ratio": 1.0,
+    "upscale.memory.key_scale": 1.0,
+    "upscale.memory.value_proj_scale": 1.0,
+}
 
 
 @dataclass(frozen=True)
@@ -140,11 +150,13 @@ def make_trainer(
     start = replace(start, saves_delta=from_first_rank(start.saves_delta))
     _refuse_running_statistics(start.model, arguments)
     if options.fused_blocks:
-        fuse_blocks(_causal_lm(start.model))
-    use_chunked_loss(_causal_lm(start.model), options.loss_chunk)
+        fuse_blocks(causal_lm(start.model))
+    use_chunked_loss(causal_lm(start.model), options.loss_chunk)
     trainer = _make_trainer(options, arguments, start, train_data, held_out, tokenizer)
     trainer.cuda_graphs = options.cuda_graphs
     _refuse_too_few(len(trainer.train_dataset), options.batch_size)
+    if options.key_start == "queries":
+        _start_keys(trainer, options, sharded)
     if len(trainer.train_dataset) < len(train_data):
         dropped = len(train_data) - len(trainer.train_dataset)
         say(f"{dropped:,} examples whose prompts alone fill max_length were left out")
@@ -156,6 +168,16 @@ def make_trainer(
         f"{'sequences' if options.stage == 'cpt' else 'examples'}"
     )
     return trainer, start
+
+
+def _start_keys(trainer: Any, options: TrainOptions, sharded: bool) -> None:
+    if sharded or options.stage != "cpt":
+        raise MidusError(
+            "key_start='queries' is for stage cpt without sharding; grow the model in such a run"
+        )
+    batches = first_batches(trainer.train_dataset, trainer.args.per_device_train_batch_size)
+    with trainer.accelerator.autocast():
+        start_keys_from_queries(trainer.model, batches, options.seed)
 
 
 def _make_trainer(
@@ -201,10 +223,6 @@ def _refuse_too_few(found: int, batch_size: int) -> None:
             f"the data make {found} sequences, fewer than batch_size={batch_size}; give more data, "
             "or a smaller batch_size or data.seq_len"
         )
-
-
-def _causal_lm(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def _data(
@@ -281,7 +299,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _refuse_other_options(old: dict[str, Any], new: dict[str, Any], run: Path) -> None:
     before, now = _flat(old), _flat(new)
-    before.setdefault("fused_blocks", False)  # what runs had that were begun without the option
+    for name, value in _BEFORE.items():
+        if name in now:
+            before.setdefault(name, value)
     for flat in (before, now):
         flat["model"] = source_id(flat["model"])  # one place by two names is one place
     free = set(_FREE)

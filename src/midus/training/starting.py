@@ -15,6 +15,7 @@ from midus.models.delta import holds_its_base
 from midus.models.fingerprint import fingerprint
 from midus.models.fitting import causal_lm_class
 from midus.models.loading import load_model
+from midus.models.quantized import inserted_linears
 from midus.models.record import inserted_positions, is_delta, update_record
 from midus.models.sources import resolve_source, source_id
 from midus.models.weights import Weights
@@ -73,17 +74,8 @@ def start_model(
         stored = model.dtype
         if options.upscale is not None and options.control == "none":
             model = upscale(model, options.upscale, track)
-            _record_base(model.config, options.model)
-    if options.attention is not None:
-        _set_attention(model, options.attention)
-    if options.control != "none":
-        model = apply_control(
-            model, options.control, target_count(planned_config(options)), options.seed
-        )
-        trainable = options.control
-    else:
-        trainable = choose_trainable(model, options.stage, options.trainable)
-    _cast(model, options.precision)
+            record_base(model.config, options.model)
+    model, trainable = settle_model(model, options)
     if is_empty:
         _materialize(model)
     return Start(
@@ -94,6 +86,30 @@ def start_model(
     )
 
 
+def settle_model(model: Any, options: TrainOptions) -> tuple[Any, str]:
+    """Attention, control, freezing and types of a model that is loaded and has grown.
+
+    Args:
+        model: The grown model, or the base where a control stands against growing.
+        options: Options of the run.
+
+    Returns:
+        The model, and what trains: ``inserted``, ``all``, or the name of a control.
+    """
+    if options.attention is not None:
+        _set_attention(model, options.attention)
+    if options.control != "none":
+        target = target_count(planned_config(options, model.config))
+        model, trainable = (
+            apply_control(model, options.control, target, options.seed),
+            options.control,
+        )
+    else:
+        trainable = choose_trainable(model, options.stage, options.trainable)
+    _cast(model, options.precision)
+    return model, trainable
+
+
 def _set_attention(model: Any, name: str) -> None:
     try:
         model.set_attn_implementation(name)
@@ -102,7 +118,7 @@ def _set_attention(model: Any, name: str) -> None:
         raise MidusError(f"attention={name!r} cannot be used here ({reason})") from error
 
 
-def _record_base(config: Any, source: str) -> None:
+def record_base(config: Any, source: str) -> None:
     """What the checkpoints say of the base: the name it was asked for by, not where it lies."""
     folder = resolve_source(source)
     weights = Weights.open_folder(folder)
@@ -198,7 +214,7 @@ def _quantized_model(options: TrainOptions, track: Track) -> tuple[Any, torch.dt
             upscale_checkpoint(options.model, source, options.upscale, delta=True, track=track)
         folder = resolve_source(source)
         config = read_config(folder)
-        inserted = [f"model.layers.{position}" for position in inserted_positions(config)]
+        inserted = inserted_linears(inserted_positions(config))
         if options.trainable == "all" or (options.stage == "sft" and options.trainable == "auto"):
             raise MidusError(
                 "load_in_4bit keeps the base frozen; set trainable: inserted, or leave it out"

@@ -30,7 +30,7 @@ from midus.training.checkpoint import (
 from midus.training.distributed import keep_sharding_on_cpu
 from midus.training.graphed_trainer import GraphedStepsMixin
 from midus.training.loss import IGNORED
-from midus.training.optim import constant_memory_schedule, parameter_groups
+from midus.training.optim import constant_memory_schedule, make_clipping, parameter_groups
 from midus.training.optimizer_state import (
     is_sharded,
     load_optimizer,
@@ -85,6 +85,7 @@ class MidusTrainerMixin:
                 memory_lr=options.memory_lr,
                 weight_decay=options.weight_decay,
                 constant_value_proj=options.constant_value_proj,
+                parts=options.parts,
             )
             cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer = cls(groups, **{k: v for k, v in kwargs.items() if k != "lr"})
@@ -100,6 +101,8 @@ class MidusTrainerMixin:
                 num_training_steps,
                 self.optimizer_options.warmup_ratio,
                 self.optimizer_options.schedule,
+                self.optimizer_options.decay_ratio,
+                self.optimizer_options.parts,
             )
             self._created_lr_scheduler = True
         return self.lr_scheduler
@@ -117,7 +120,11 @@ class MidusTrainerMixin:
         super().log({**logs, **self.extra_metrics(logs, self.state)}, *args, **kwargs)  # type: ignore[misc]
 
     def _clip_grad_norm(self: Any, model: Any) -> Any:
-        self.grad_norm = super()._clip_grad_norm(model)  # type: ignore[misc]
+        parts = self.optimizer_options.parts
+        if any(own.max_grad_norm is not None for own in parts.values()):
+            self.grad_norm = make_clipping(self._bare_model(), self.args.max_grad_norm, parts)()
+        else:
+            self.grad_norm = super()._clip_grad_norm(model)  # type: ignore[misc]
         return self.grad_norm
 
     # --- one loss for text and instructions
