@@ -22,6 +22,7 @@ ARROWS = {
     "evaluation": {"data", "models", *LEAVES},
     "analysis": {"data", "models", "memory", *LEAVES},
     "report": {"upscaling", "models", *LEAVES},
+    "serving": {"upscaling", "models", *LEAVES},
     "training": {"data", "upscaling", "models", "memory", "ops", *LEAVES},
     "efficiency": {"training", "upscaling", "models", "memory", "ops", *LEAVES},
     "cli": {
@@ -30,6 +31,7 @@ ARROWS = {
         "evaluation",
         "analysis",
         "report",
+        "serving",
         "efficiency",
         "upscaling",
         "models",

@@ -10,12 +10,14 @@ from midus.cli.analyze import analyze
 from midus.cli.bench import bench
 from midus.cli.data import data
 from midus.cli.eval import evaluation
+from midus.cli.export import export
 from midus.cli.generate import generate
 from midus.cli.inspect import inspect
 from midus.cli.merge import merge
 from midus.cli.methods import methods
 from midus.cli.plan import plan
 from midus.cli.report import report
+from midus.cli.serve import serve
 from midus.cli.train import train
 from midus.cli.upscale import upscale
 from midus.cli.verify import verify
@@ -29,7 +31,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (upscale, train, inspect, methods, plan, verify, merge, generate, report):
+for _command in (
+    upscale,
+    train,
+    inspect,
+    methods,
+    plan,
+    verify,
+    merge,
+    export,
+    generate,
+    serve,
+    report,
+):
     app.command()(_command)
 app.add_typer(analyze, name="analyze")
 app.add_typer(bench, name="bench")
