@@ -25,6 +25,7 @@ ARROWS = {
     "serving": {"upscaling", "models", *LEAVES},
     "training": {"data", "upscaling", "models", "memory", "ops", *LEAVES},
     "efficiency": {"training", "upscaling", "models", "memory", "ops", *LEAVES},
+    "studies": {"data", "training", "upscaling", "models", "memory", *LEAVES},
     "cli": {
         "data",
         "training",
@@ -33,6 +34,7 @@ ARROWS = {
         "report",
         "serving",
         "efficiency",
+        "studies",
         "upscaling",
         "models",
         "midus",

@@ -18,6 +18,7 @@ from midus.cli.methods import methods
 from midus.cli.plan import plan
 from midus.cli.report import report
 from midus.cli.serve import serve
+from midus.cli.study import study
 from midus.cli.train import train
 from midus.cli.upscale import upscale
 from midus.cli.verify import verify
@@ -49,6 +50,7 @@ app.add_typer(analyze, name="analyze")
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
 app.add_typer(evaluation, name="eval")
+app.add_typer(study, name="study")
 
 
 def _print_version(wanted: bool) -> None:

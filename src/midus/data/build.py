@@ -61,7 +61,8 @@ def build_tokens(
             only as many documents are read as that takes. Default: all there are.
         held_out: Share of documents kept apart by a hash of their content.
         eval_tokens: Most held-out tokens.
-        test: Share of documents kept apart a second time, to choose on one and report on the other.
+        test: Share of documents kept apart a second time, to choose on one and report on the other;
+            texts that differ in whitespace are then in one split.
         test_tokens: Most test tokens.
         seed: Seed of the order of the documents.
         by_weight: Whether each source gives its weight's share of the tokens; otherwise the sources

@@ -1,0 +1,99 @@
+"""`midus study`: methods compared fairly, from a grid to a table."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+study = typer.Typer(
+    help="Compare methods by many short trainings that differ in nothing else.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@study.callback()
+def _group() -> None:
+    pass
+
+
+@study.command()
+def run(
+    grid: Annotated[Path, typer.Argument(help="YAML file of the study; see studies/.")],
+    out: Annotated[Path, typer.Option(help="Folder of its results; a study goes on there.")],
+    time_limit: Annotated[
+        float | None, typer.Option(help="Stop at the next step after so many seconds.")
+    ] = None,
+    only: Annotated[str, typer.Option(help="Methods to run, with commas; default: all.")] = "",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change an option, as in run.data.max_tokens=1000000."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the trials; read no weights or data.")
+    ] = False,
+) -> None:
+    """Run every trial of a grid that has not run yet, one after the other in this process.
+
+    Stopped or killed, the same command goes on; a trial that has ended is never run again.
+    """
+    from midus.cli import console
+    from midus.studies.options import read_study
+
+    console.quieten_libraries()
+    options = read_study(grid, settings or [])
+    if dry_run:
+        _print_trials(options)
+        return
+    from midus.studies.run import run_study
+
+    progress = run_study(
+        options,
+        out,
+        time_limit=time_limit,
+        only=[name.strip() for name in only.split(",") if name.strip()],
+        say=lambda sentence: console.err.print(sentence, soft_wrap=True),
+        track=console.track,
+    )
+    console.out.print(f"ran        {progress.ran:,} trials")
+    if progress.is_out_of_time:
+        console.out.print(
+            f"stopped    time is up, {progress.left:,} or more are left; the same command goes on"
+        )
+    console.out.print(f"results    {out / 'results.jsonl'}")
+
+
+@study.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder of a study.")],
+) -> None:
+    """Write report.md and its pictures: chosen on validation, reported on test."""
+    import importlib.util
+
+    from midus.cli import console
+    from midus.studies.plots import plot_study
+    from midus.studies.report import REPORT_NAME, make_report, to_markdown
+
+    made = make_report(folder)
+    has_plots = importlib.util.find_spec("matplotlib") is not None
+    figures = plot_study(made, folder) if has_plots else []
+    text = to_markdown(made, figures)
+    (folder / REPORT_NAME).write_text(text, encoding="utf-8")
+    console.out.print(text.split("\n## ")[0].rstrip())
+    console.out.print(f"\nwritten    {folder / REPORT_NAME}")
+    if not has_plots:
+        console.out.print("pictures   none, because matplotlib is not installed")
+
+
+def _print_trials(options: Any) -> None:
+    from midus.cli import console
+    from midus.studies.grid import search_trials
+
+    trials = search_trials(options)
+    rows = [
+        [t.method, t.setting or "-", str(t.seed), f"{t.options.trainer['max_steps']:,}"]
+        for t in trials
+    ]
+    console.print_table(options.name, ["method", "setting", "seed", "steps"], rows)
+    finals = len(options.methods) * len(options.final_seeds)
+    console.out.print(f"trials     {len(trials):,}, then {finals:,} with the final seeds")

@@ -1,0 +1,96 @@
+"""A study as the list of its trials."""
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from midus.errors import MidusError
+from midus.studies.checking import refuse_ignored, refuse_own
+from midus.studies.fairness import check_fair
+from midus.studies.options import MethodOptions, StudyOptions
+from midus.studies.trials import Trial
+from midus.training.options import TrainOptions, set_option
+
+
+def search_trials(study: StudyOptions) -> list[Trial]:
+    """Every trial of the search, method by method."""
+    trials = [
+        make_trial(study, name, varied, seed)
+        for name, method in study.methods.items()
+        for varied in _settings(study, method)
+        for seed in study.seeds
+    ]
+    check_fair(study, trials)
+    return trials
+
+
+def final_trials(study: StudyOptions, name: str, varied: dict[str, Any]) -> list[Trial]:
+    """A method's chosen setting with the final seeds."""
+    return [
+        make_trial(study, name, varied, seed, keep=study.methods[name].keep)
+        for seed in study.final_seeds
+    ]
+
+
+def make_trial(
+    study: StudyOptions, name: str, varied: dict[str, Any], seed: int, keep: bool = False
+) -> Trial:
+    """One trial: what all have, what the method is, what is varied, and the seed."""
+    said = f"methods.{name}"
+    values = copy.deepcopy(study.run)
+    own = _flat(study.methods[name].set)
+    refuse_own("run", _flat(values))
+    refuse_own(f"{said}.set", own)
+    refuse_own("search", _flat(varied))
+    values |= {"stage": "cpt", "output": "(study)", "seed": seed}
+    for option, value in {**own, **varied}.items():
+        set_option(values, option, copy.deepcopy(value), said)
+    if isinstance(values.get("upscale"), dict):
+        values["upscale"]["seed"] = seed
+    try:
+        options = TrainOptions.from_dict(values)
+        options = replace(options, optimizer=options.optimizer.resolved("cpt"))
+        options = _with_steps(options)
+        refuse_ignored(options)
+    except MidusError as error:
+        raise MidusError(f"{said}: {error}") from error
+    return Trial(name, varied, seed, options, keep)
+
+
+def _settings(study: StudyOptions, method: MethodOptions) -> Iterator[dict[str, Any]]:
+    search = study.search if method.search is None else method.search
+    apart: list[dict[str, Any]] = [{}]
+    apart += [{name: value} for name, values in method.vary.items() for value in values]
+    for alone in apart:
+        for values in itertools.product(*search.values()):
+            yield {**dict(zip(search, values, strict=True)), **alone}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings with dots, so that each one replaces one option and not a whole section."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _with_steps(options: TrainOptions) -> TrainOptions:
+    """With as many steps as the tokens make: trials are equal in tokens."""
+    if "max_steps" in options.trainer or "num_train_epochs" in options.trainer:
+        raise MidusError(
+            "trainer.max_steps and num_train_epochs follow from data.max_tokens; leave them out"
+        )
+    if options.data.max_tokens is None:
+        raise MidusError("data.max_tokens is missing; say how many tokens every trial reads")
+    steps = options.data.max_tokens // (options.batch_size * options.data.seq_len)
+    if not steps:
+        raise MidusError(
+            f"data.max_tokens={options.data.max_tokens} is less than one step of "
+            f"{options.batch_size} sequences of {options.data.seq_len}; raise it"
+        )
+    return replace(options, trainer={**options.trainer, "max_steps": steps})

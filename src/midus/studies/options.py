@@ -1,0 +1,142 @@
+"""What one study is: a YAML file, key for key the dataclasses below.
+
+What every trial has stands under ``run:``, in the words of `midus train`; what is compared, under
+``methods:``; what every method may try, under ``search:``.
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from midus.errors import MidusError
+from midus.training.options import build_options, numeric, read_yaml
+
+MEASURES = ("slots", "gradients", "rank")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions:
+    """One thing that is compared with the others."""
+
+    label: str | None = None
+    """Its name in tables; default: the key it stands under."""
+    set: dict[str, Any] = field(default_factory=dict)
+    """Options of `midus train` that make it what it is, nested or with dots."""
+    search: dict[str, list[Any]] | None = None
+    """What it tries instead of the study's search; every combination."""
+    vary: dict[str, list[Any]] = field(default_factory=dict)
+    """What it tries besides, one setting at a time; each with every combination of the search."""
+    keep: bool = False
+    """Keep the trained models of its final seeds, as deltas where the base is frozen."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if not isinstance(self.label, str | None):
+            raise MidusError(f"label={self.label!r} of a method must be a text")
+        if not isinstance(self.set, dict):
+            raise MidusError(f"set={self.set!r} of a method must be a mapping of options")
+        if not isinstance(self.keep, bool):
+            raise MidusError(f"keep={self.keep!r} of a method must be true or false")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """One run of `midus study`."""
+
+    name: str
+    """What the study is called in tables and pictures."""
+    run: dict[str, Any]
+    """Options of every trial, as in a file of `midus train`; data.max_tokens says how long."""
+    methods: dict[str, MethodOptions]
+    """What is compared, by name."""
+    search: dict[str, list[Any]] = field(default_factory=dict)
+    """Settings that every method tries, in every combination; the best one on validation counts."""
+    seeds: list[int] = field(default_factory=lambda: [0])
+    """Seeds of the search: of the data's order and of all that is random; far from each other."""
+    final_seeds: list[int] = field(default_factory=list)
+    """Seeds that each method's best setting is trained with in the end; none: no final round."""
+    equal_trials: bool = True
+    """Refuse a study in which some methods try more settings than others."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """Texts read after training, by name: what has been forgotten."""
+    curve_points: int = 8
+    """How often validation loss is taken: after all tokens, half of them, a quarter, and so on."""
+    measure: list[str] = field(default_factory=list)
+    """What else is measured: slots (their use), gradients (norms a part), rank (of V W_h)."""
+    eval_batch_size: int = 16
+    """Sequences of one forward pass in evaluation."""
+
+    def __post_init__(self) -> None:
+        """Check what needs neither model nor data."""
+        self._check_kinds()
+        if not self.methods:
+            raise MidusError("methods is empty; name at least one to study")
+        for name in ("seeds", "final_seeds"):
+            values = getattr(self, name)
+            if not _are_seeds(values):
+                raise MidusError(
+                    f"{name}={values!r} must be a list of whole numbers from 0, each once"
+                )
+        if not self.seeds:
+            raise MidusError("seeds is empty; give at least one, such as [0]")
+        for name in ("curve_points", "eval_batch_size"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise MidusError(f"{name}={value!r} must be a positive whole number")
+        for name in self.measure:
+            if name not in MEASURES:
+                raise MidusError(f"measure={name!r} is unknown; choose from {', '.join(MEASURES)}")
+        _check_search("search", self.search)
+        for name, method in self.methods.items():
+            if method.keep and not self.final_seeds:
+                raise MidusError(f"methods.{name}.keep keeps final models; give final_seeds")
+            _check_search(f"methods.{name}.search", method.search or {})
+            _check_search(f"methods.{name}.vary", method.vary)
+
+    def _check_kinds(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise MidusError(f"name={self.name!r} must be a text that is not empty")
+        if not isinstance(self.equal_trials, bool):
+            raise MidusError(f"equal_trials={self.equal_trials!r} must be true or false")
+        if not isinstance(self.measure, list):
+            raise MidusError(f"measure={self.measure!r} must be a list, such as [slots]")
+        for name in ("run", "methods", "texts"):
+            value = getattr(self, name)
+            if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+                raise MidusError(f"{name}={value!r} must be a mapping by names in letters")
+        for name, path in self.texts.items():
+            if not isinstance(path, str):
+                raise MidusError(f"texts.{name}={path!r} must be a file")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "StudyOptions":
+        """The options a mapping spells out; unknown and missing keys are errors."""
+        options: StudyOptions = build_options(cls, numeric(values), "")
+        return options
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_study(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> StudyOptions:
+    """The study of a YAML file, with ``a.b=value`` overrides."""
+    values = read_yaml(path, overrides, "name: my study")
+    try:
+        return StudyOptions.from_dict(values)
+    except MidusError as error:
+        raise MidusError(f"{path}: {error}") from error
+
+
+def _are_seeds(values: Any) -> bool:
+    if not isinstance(values, list):
+        return False
+    is_each_one = all(type(seed) is int and seed >= 0 for seed in values)
+    return is_each_one and len(set(values)) == len(values)
+
+
+def _check_search(name: str, search: Any) -> None:
+    if not isinstance(search, dict) or not all(
+        isinstance(name, str) and isinstance(values, list) and values
+        for name, values in search.items()
+    ):
+        raise MidusError(f"{name}={search!r} must give each option a list of values")

@@ -1,0 +1,99 @@
+"""Pictures of a study: loss against tokens, perplexity against trained parameters."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from midus.studies.report import Line, StudyReport
+
+CURVES_NAME, PARAMETERS_NAME = "curves.png", "parameters.png"
+_STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+
+
+def plot_study(report: StudyReport, out: Path) -> list[str]:
+    """Draws what there is to draw into ``out``; the names of the files."""
+    from matplotlib import rc_context
+
+    trained = [line for line in report.lines if line.choice and any(_curve(line))]
+    if not trained:
+        return []
+    with rc_context(_STYLE):
+        _plot_curves(trained, out / CURVES_NAME, report.study.name)
+        _plot_parameters(report.lines, out / PARAMETERS_NAME, report.study.name)
+    return [CURVES_NAME, PARAMETERS_NAME]
+
+
+def _plot_curves(lines: list[Line], path: Path, title: str) -> None:
+    figure, axes = _figure((6.4, 4.2), title)
+    for number, line in enumerate(lines):
+        points = _curve(line)
+        axes.plot(
+            [tokens for tokens, _ in points],
+            [loss for _, loss in points],
+            marker="o",
+            markersize=3,
+            color=f"C{number % 10}",
+            linestyle="-" if number < 10 else "--",
+            label=line.label,
+        )
+    axes.set(xscale="log", xlabel="tokens", ylabel="validation loss (nats per token)")
+    axes.set_title("Best setting of each method, mean over seeds")
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def _plot_parameters(lines: list[Line], path: Path, title: str) -> None:
+    figure, axes = _figure((6.4, 4.2), title)
+    for number, line in enumerate(lines):
+        values = line.values(lambda row: row["test"]["perplexity"])
+        mean, params = statistics.mean(values), line.rows[0]["trainable"]
+        if not line.choice:
+            axes.axhline(mean, color="#9a9a9a", linewidth=1, label=line.label)
+            continue
+        error = statistics.stdev(values) if len(values) > 1 else 0.0
+        axes.errorbar(params / 1e6, mean, yerr=error, fmt="o", color=f"C{number % 10}", capsize=3)
+        axes.annotate(
+            line.label,
+            (params / 1e6, mean),
+            xytext=(5, 4),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axes.set(xscale="log", xlabel="trained parameters, millions", ylabel="test perplexity")
+    axes.set_title("Mean and standard deviation over seeds")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def _curve(line: Line) -> list[tuple[int, float]]:
+    """Tokens and mean validation loss at the points where every seed has a number."""
+    curves = [
+        {
+            point["tokens"]: point["validation_loss"]
+            for point in row.get("curve", [])
+            if point["validation_loss"] is not None
+        }
+        for row in line.rows
+    ]
+    common = set.intersection(*map(set, curves)) if curves else set()
+    return [(t, statistics.mean(curve[t] for curve in curves)) for t in sorted(common)]
+
+
+def _figure(size: tuple[float, float], title: str) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure, figure.subplots()

@@ -1,0 +1,231 @@
+"""A study's results as a Markdown page: chosen on validation, reported on test."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from midus.studies.choosing import Choice, choose, final_rows, search_rows
+from midus.studies.fairness import count_trials, differences
+from midus.studies.folder import read_study_folder
+from midus.studies.grid import search_trials
+from midus.studies.options import StudyOptions
+from midus.studies.results import Row, is_done, read_results
+from midus.studies.trials import base_key
+
+REPORT_NAME = "report.md"
+# Beside a speed whose steps were launched kernel by kernel.
+_EAGER = "†"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One method in the table."""
+
+    label: str
+    choice: Choice | None
+    """What its search came to; None for the untouched base."""
+    rows: list[Row]
+    """The chosen setting's trials that are done, one a seed."""
+    num_seeds: int = 1
+    """Trials there were, those that failed included."""
+
+    def values(self, pick: Callable[[Row], float | None]) -> list[float]:
+        """A figure of every seed that has it."""
+        found = [pick(row) for row in self.rows]
+        return [value for value in found if value is not None]
+
+
+@dataclass(frozen=True)
+class StudyReport:
+    """What can be told of a study so far."""
+
+    study: StudyOptions
+    lines: list[Line]
+    """By test perplexity, best first; the untouched base last."""
+    missing: dict[str, str]
+    """Methods that are not in the table, and why."""
+    trials: list[Row]
+    """Every trial of the search, by validation loss."""
+
+
+def make_report(out: Path) -> StudyReport:
+    """Reads a study's folder; methods whose search has not ended are named as missing."""
+    study, identity = read_study_folder(out)
+    rows = read_results(out)
+    lines, missing, trials = [], {}, []
+    for name, method in study.methods.items():
+        found = search_rows(study, identity, rows, name)
+        trials += [row for _, row in found if row is not None]
+        left = sum(row is None for _, row in found)
+        choice = choose(study, identity, rows, name)
+        if choice is None:
+            missing[name] = f"{left} trials are left" if left else "every trial failed"
+            continue
+        finals = [row for _, row in final_rows(study, identity, rows, choice)]
+        ended = [row for row in finals if row is not None]
+        done = [row for row in ended if is_done(row)]
+        if len(ended) < len(finals):
+            left = len(finals) - len(ended)
+            missing[name] = f"{left} of {len(finals)} final seeds are left"
+        elif not done:
+            missing[name] = "every final seed failed"
+        else:
+            lines.append(Line(method.label or name, choice, done, len(finals)))
+    lines.sort(key=lambda line: statistics.mean(line.values(_test)))
+    base = rows.get(base_key(search_trials(study)[0].options, identity))
+    lines += [Line("the base, untouched", None, [base])] if base and is_done(base) else []
+    trials.sort(key=lambda row: (not is_done(row), _validation(row) or 0.0))
+    return StudyReport(study, lines, missing, trials)
+
+
+def to_markdown(report: StudyReport, figures: list[str]) -> str:
+    """The page: the table, what it leaves out, pictures, and every trial."""
+    study = report.study
+    parts = [f"# {study.name}", _preface(report)]
+    parts.append(_table(_columns(study), [_cells(line, study) for line in report.lines]))
+    edges = [
+        f"- {line.label}: the best {', '.join(line.choice.at_edge)} is the smallest or largest "
+        "that was tried; a wider search may find a better one."
+        for line in report.lines
+        if line.choice and line.choice.at_edge
+    ]
+    missing = [f"- {name}: {why}." for name, why in report.missing.items()]
+    if edges or missing:
+        parts.append("\n".join(edges + missing))
+    if any(map(_is_eager, [*report.trials, *(row for line in report.lines for row in line.rows)])):
+        parts.append(f"{_EAGER} Steps were no CUDA graphs: slower, with the same results.")
+    parts += [f"![{name}]({name})" for name in figures]
+    parts.append("## Every trial of the search")
+    columns = ["method", "setting", "seed", "validation", "tokens/s", "GB", "ended"]
+    parts.append(_table(columns, [_trial_cells(row) for row in report.trials]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _preface(report: StudyReport) -> str:
+    study = report.study
+    rows = [row for line in report.lines for row in line.rows]
+    machines = ", ".join(sorted({row["hardware"] for row in rows})) or "no machine yet"
+    commits = ", ".join(sorted({str(row["conditions"]["commit"]) for row in rows}))
+    return (
+        "Settings are chosen by validation loss and reported on test, the mean over the seeds that "
+        f"the table counts ± their standard deviation. {_equality(study)} On {machines}; commit "
+        f"{commits}."
+    )
+
+
+def _equality(study: StudyOptions) -> str:
+    """What is the same for all trials, which a study may give up."""
+    trials = search_trials(study)
+    found, counts = differences(trials), count_trials(trials)
+    same = "Data, their order, tokens, batch, precision and evaluation are the same for every trial"
+    if found:
+        same = f"Trials differ in {', '.join(found)}, so this compares nothing"
+    if len(set(counts.values())) == 1:
+        return f"{same}; every method tries as many."
+    return f"{same}; methods differ in how many they try, which favours those with more."
+
+
+def _columns(study: StudyOptions) -> list[str]:
+    return [
+        "method",
+        "trained, M",
+        "best setting",
+        "trials",
+        "seeds",
+        "validation ppl",
+        "test ppl",
+        *(f"{name}, ppl a word" for name in study.texts),
+        "tokens/s",
+        "GB",
+    ]
+
+
+def _cells(line: Line, study: StudyOptions) -> list[str]:
+    choice, rows = line.choice, line.rows
+    trials = "-"
+    if choice:
+        failed = f" ({choice.num_failed} failed)" if choice.num_failed else ""
+        trials = f"{choice.num_trials}{failed}"
+    return [
+        line.label,
+        f"{rows[0]['trainable'] / 1e6:.4g}",
+        (choice.setting if choice else "") or "-",
+        trials,
+        _seeds(line),
+        spread(line.values(_validation), 3),
+        spread(line.values(_test), 3),
+        *(spread(line.values(_of_text(name)), 2) for name in study.texts),
+        _speed(rows),
+        spread([max(line.values(_peak))] if line.values(_peak) else [], 1),
+    ]
+
+
+def _seeds(line: Line) -> str:
+    done = len(line.rows)
+    if done == line.num_seeds:
+        return str(done) if line.choice else "-"
+    return f"{done} of {line.num_seeds}, {line.num_seeds - done} failed"
+
+
+def _speed(rows: list[Row]) -> str:
+    figures = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")]
+    mark = f" {_EAGER}" if figures and any(map(_is_eager, rows)) else ""
+    return spread(figures, 0) + mark
+
+
+def _is_eager(row: Row) -> bool:
+    return row.get("graphed") is False
+
+
+def _trial_cells(row: Row) -> list[str]:
+    perplexity = _validation(row)
+    return [
+        row["method"],
+        row["setting"] or "-",
+        str(row["seed"]),
+        spread([] if perplexity is None else [perplexity], 3),
+        _speed([row]),
+        spread([row["peak_gb"]] if row.get("peak_gb") else [], 1),
+        row["status"].replace("_", " "),
+    ]
+
+
+def spread(values: list[float], digits: int) -> str:
+    """A mean, with the standard deviation where there is more than one value."""
+    if not values:
+        return "-"
+    mean = f"{statistics.mean(values):,.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):,.{digits}f}"
+
+
+def _validation(row: Row) -> float | None:
+    return _perplexity(row.get("validation"))
+
+
+def _test(row: Row) -> float | None:
+    return _perplexity(row.get("test"))
+
+
+def _peak(row: Row) -> float | None:
+    value: float | None = row.get("peak_gb")
+    return value
+
+
+def _of_text(name: str) -> Callable[[Row], float | None]:
+    def pick(row: Row) -> float | None:
+        value: float | None = row["texts"].get(name, {}).get("word_perplexity")
+        return value
+
+    return pick
+
+
+def _perplexity(score: Any) -> float | None:
+    value: float | None = score["perplexity"] if score else None
+    return value
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> str:
+    rule = ["---", *["---:" for _ in columns[1:]]]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [columns, rule, *rows])

@@ -1,0 +1,215 @@
+"""A whole study: every trial that has no row yet, one after the other in one process."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from midus.data.rows import is_token_folder
+from midus.errors import MidusError
+from midus.studies.checking import check_trials
+from midus.studies.choosing import choose
+from midus.studies.folder import opened
+from midus.studies.grid import final_trials, search_trials
+from midus.studies.material import Material
+from midus.studies.options import StudyOptions
+from midus.studies.results import NotWritten, Row, add_result, is_done, read_results
+from midus.studies.timing import Deadline
+from midus.studies.trial import TrialRun, curve_steps
+from midus.studies.trials import Trial, base_key
+from midus.training.options import TrainOptions
+from midus.upscaling.method import Track
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a study is."""
+
+    ran: int
+    """Trials that ended in this call."""
+    left: int
+    """Trials that are known to be left; the final round is known once its search has ended."""
+    is_out_of_time: bool
+
+
+def run_study(
+    study: StudyOptions,
+    out: Path,
+    *,
+    time_limit: float | None = None,
+    only: list[str] | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    track: Track = lambda items, _: items,
+    deadline: Deadline | None = None,
+) -> Progress:
+    """Runs what is left of a study, and leaves a row for each trial in ``out/results.jsonl``.
+
+    Args:
+        study: What to do.
+        out: Folder of the study; a study that was stopped or killed goes on there.
+        time_limit: Seconds after which it stops at the next step, to go on in another call.
+        only: Methods to run; default: all.
+        say: Is told in a sentence what happens.
+        track: Wraps loops in a progress bar.
+        deadline: Stands for ``time_limit``, with a clock of its own.
+
+    Raises:
+        MidusError: In the end, where some trial could not run; the others have.
+    """
+    deadline = deadline or Deadline(time_limit)
+    every = search_trials(study)
+    chosen = _chosen(study, only)
+    trials = [trial for trial in every if trial.method in chosen]
+    material = Material(*_sources(trials), study.texts)
+    check_trials(trials, material.base.config)
+    with opened(out, study, material):
+        session = _Session(study, material, out, deadline, say, track)
+        session.read_base(every[0])
+        if not session.run(trials):
+            return Progress(session.ran, session.left(trials), is_out_of_time=True)
+        finals: list[Trial] = []
+        for method in chosen if study.final_seeds else []:
+            choice = choose(study, material.identity, read_results(out), method)
+            if choice is None:
+                say(f"{method}: trials are missing or all have failed, so there is no final round")
+                continue
+            finals += final_trials(study, method, choice.varied)
+        done = session.run(finals)
+        left = session.left(finals)
+    if session.skipped:
+        raise MidusError(
+            f"{session.ran} trials ran and {len(session.skipped)} could not; the first of them is "
+            f"{session.skipped[0]}"
+        )
+    return Progress(session.ran, left, is_out_of_time=not done)
+
+
+class _Session:
+    """What the trials of one call have in common."""
+
+    def __init__(
+        self,
+        study: StudyOptions,
+        material: Material,
+        out: Path,
+        deadline: Deadline,
+        say: Callable[[str], None],
+        track: Track,
+    ) -> None:
+        self._study, self._identity, self._out = study, material.identity, out
+        self._deadline, self._say = deadline, say
+        self._runner = TrialRun(study, material, out, say, track)
+        self.ran = 0
+        self.skipped: list[str] = []
+        """What could not run, and why."""
+
+    def read_base(self, like: Trial) -> None:
+        """The untouched base's row, once."""
+        if base_key(like.options, self._identity) not in read_results(self._out):
+            row = self._runner.untouched(like)
+            add_result(self._out, row)
+            self._say(f"the base as it came: {_said(row)}")
+
+    def run(self, trials: list[Trial]) -> bool:
+        """Runs what has not run; False where time was up before the end."""
+        self._tell_lacking(trials)
+        for number, trial in enumerate(trials, start=1):
+            if self._is_done(trial, read_results(self._out)):
+                continue
+            if self._deadline.is_past():
+                return False
+            name = f"{trial.method}, {trial.setting or 'as it is'}, seed {trial.seed}"
+            self._say(f"{number} of {len(trials)}: {name}")
+            try:
+                row = self._runner.run(trial, trial.key(self._identity), self._deadline)
+            except NotWritten:
+                raise
+            except MidusError as error:  # a missing package, say: the others can still run
+                self._say(f"  skipped: {error}")
+                self.skipped.append(f"{name}: {error}")
+                continue
+            if row is None:
+                return False
+            self.ran += 1
+            self._say(f"  {_said(row)}")
+        return True
+
+    def left(self, trials: list[Trial]) -> int:
+        """How many have no row yet."""
+        rows = read_results(self._out)
+        return sum(not self._is_done(trial, rows) for trial in trials)
+
+    def _is_done(self, trial: Trial, rows: dict[str, Row]) -> bool:
+        row = rows.get(trial.key(self._identity))
+        if row is None or not trial.keep or not is_done(row):
+            return row is not None
+        # It may have run in the search, where models are not kept.
+        return bool(row.get("model")) and (self._out / row["model"]).is_dir()
+
+    def _tell_lacking(self, trials: list[Trial]) -> None:
+        """Rows that ended before something was asked for: nothing would measure it any more."""
+        rows = read_results(self._out)
+        found = [row for trial in trials if (row := rows.get(trial.key(self._identity)))]
+        lacking = [what for row in found if (what := lacks(row, self._study))]
+        if lacking:
+            names = sorted({name for what in lacking for name in what})
+            self._say(
+                f"{len(lacking)} of {len(trials)} trials ended without {', '.join(names)}; remove "
+                "their lines from results.jsonl to run them again"
+            )
+
+
+def lacks(row: Row, study: StudyOptions) -> list[str]:
+    """What the study asks for and a row does not have."""
+    if not is_done(row):
+        return []
+    missing = [name for name in study.measure if name not in row.get("measured", [])]
+    points = {point["step"] for point in row["curve"]}
+    if not points.issuperset(curve_steps(row["steps"], study.curve_points)):
+        missing.append("points of the curve")
+    return missing
+
+
+def _chosen(study: StudyOptions, only: list[str] | None) -> list[str]:
+    for name in only or []:
+        if name not in study.methods:
+            raise MidusError(
+                f"the study has no method {name!r}; choose from {', '.join(study.methods)}"
+            )
+    return [name for name in study.methods if not only or name in only]
+
+
+def _sources(trials: list[Trial]) -> tuple[str, str]:
+    """The one base and the one token folder of all trials."""
+    found = {(trial.options.model, _token_folder(trial.options)) for trial in trials}
+    if len(found) > 1:
+        raise MidusError(
+            "methods differ in model or data.sources, which would compare those; say both once, "
+            "under run"
+        )
+    return found.pop()
+
+
+def _token_folder(options: TrainOptions) -> str:
+    sources = options.data.sources
+    if len(sources) != 1 or not is_token_folder(sources[0].path):
+        raise MidusError(
+            f"data.sources={[source.path for source in sources]} must be one token folder; make "
+            "it with: midus data build … --held-out 0.02 --test 0.03"
+        )
+    return sources[0].path
+
+
+def _said(row: Row) -> str:
+    if row["status"] != "done":
+        return str(row["status"]).replace("_", " ")
+    words = [f"{name} {row[name]['perplexity']:.3f}" for name in ("validation", "test")]
+    words += [
+        f"{name} {scores['word_perplexity']:.2f} a word"
+        for name, scores in row["texts"].items()
+        if scores["word_perplexity"] is not None
+    ]
+    if row.get("tokens_per_second"):
+        words.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+    if row.get("peak_gb"):
+        words.append(f"{row['peak_gb']:.1f} GB")
+    return "perplexity " + ", ".join(words)
