@@ -1,8 +1,8 @@
 """Forward and backward of a micro batch as one CUDA graph, captured once and replayed.
 
 A step launches thousands of kernels. Of a small model each runs for microseconds, less than Python
-takes to launch the next one, and the GPU waits; a graph launches them all at once. The arithmetic
-is the same: the same kernels, on the same numbers, in the same order.
+takes to launch the next one, and the GPU waits; a graph launches them all at once. The
+operations are the eager step's; gradients are not equal to its own to the bit (docs/training.md).
 """
 
 from collections.abc import Callable, Iterable
