@@ -76,6 +76,15 @@ def test_whatever_changes_the_code_is_compiled_anew(kernel, other):
     assert [len(calls) for calls in kernel.compiled] == [1, 2]
 
 
+def test_values_that_change_no_code_share_a_kernel(kernel):
+    x = torch.zeros(8)
+    for size in (0.5, 1.0, 16.0):  # Triton looks into no float
+        run(kernel, x, size)
+    run(kernel, torch.nn.Parameter(x), 0.5)
+    assert len(kernel.compiled) == 1
+    assert [args[1] for _, args in kernel.compiled[0][1:]] == [1.0, 16.0, 0.5]
+
+
 def test_constants_that_are_kept_are_told_apart_by_which_they_are(kernel):
     x, first, second = torch.zeros(8), Constants(FLAG=False, WIDTH=4), Constants(FLAG=True, WIDTH=8)
     for constants in (first, second, first, second):

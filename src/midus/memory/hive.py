@@ -100,10 +100,9 @@ class HiveValues(MemoryModule):
         # A compiler sees one state of the weights; whoever compiles builds the cache before.
         if self.value_cache is None or torch.compiler.is_compiling():
             return self.value_cache
-        weights = (self.latent_values, self.value_proj)
-        if any(
-            w is not known for w, (known, _, _) in zip(weights, self._cache_source, strict=True)
-        ):
+        own = self._parameters  # asked every token, and `__getattr__` is slow
+        table, projections = self._cache_source
+        if own.get("latent_values") is not table[0] or own.get("value_proj") is not projections[0]:
             return None  # borrowed weights, as functional_call has them
         for weight, memory, version in self._cache_source:
             if weight._version != version or weight.data_ptr() != memory.data_ptr():

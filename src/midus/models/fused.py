@@ -5,10 +5,13 @@ what `block.py` says; here the same is computed for the families whose attention
 with a fused norm and rotary embedding for any number of tokens, and in three kernels for a single
 one, which is what decoding is made of. Where something does not fit, the plain path runs.
 `fused_base.py` does the same for blocks of the base.
+
+Parts and weights are looked up anew for each token, since they may change between two; in
+PyTorch's own dictionaries, since a module's attributes would take longer to find than the kernels.
 """
 
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -38,20 +41,18 @@ def suits(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> bool:
     """Whether a Llama-like block is on a GPU, and nobody watches or replaces its parts."""
     if hidden_states.device.type not in _DEVICES or torch.compiler.is_compiling():
         return False
-    attention, norm, positions = (
-        block.self_attn,
-        block.input_layernorm,
-        kwargs.get("position_embeddings"),
-    )
+    parts, positions = block._modules, kwargs.get("position_embeddings")
+    attention, norm = parts["self_attn"], parts["input_layernorm"]
     attention_classes, norm_classes = _llama_classes()
     return (
         positions is not None
         and type(attention) in attention_classes
         and type(norm) in norm_classes
         and positions[0].shape[-1] == attention.head_dim
-        and norm.weight.dtype == hidden_states.dtype == positions[0].dtype
+        and (weight := norm._parameters.get("weight")) is not None
+        and weight.dtype == hidden_states.dtype == positions[0].dtype
         and attention.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
-        and not (is_watched(attention) or is_watched(norm))
+        and not is_watched(attention, norm)
     )
 
 
@@ -108,14 +109,14 @@ def decode_step(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> Te
     """
     if not _reads_plainly(block):
         return None
-    attention, memory = block.self_attn, block.memory
-    table, layer = memory.values.fresh_cache(), cache_layer(block, kwargs)
-    mask = kwargs.get("attention_mask")
+    memory = block._modules["memory"]._modules
+    keys, table = memory["keys"], memory["values"].fresh_cache()
+    layer, mask = cache_layer(block, kwargs), kwargs.get("attention_mask")
     if table is None or layer is None or not is_plain_mask(mask):
         return None
     is_static = type(layer) is StaticLayer
     length: int | Tensor
-    if len(hidden_states) == 1 and can_stream(block, hidden_states):
+    if hidden_states.shape[0] == 1 and can_stream(block, hidden_states):
         query, key, value = project_one(block, hidden_states, layer if is_static else None, kwargs)
         if is_static:
             length = layer.cumulative_length
@@ -133,12 +134,12 @@ def decode_step(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> Te
         value,
         length,
         seen_slots(mask, hidden_states),
-        attention.scaling,
-        hidden_states[:, 0],
-        memory.keys.row_keys,
-        memory.keys.col_keys,
+        block._modules["self_attn"].scaling,
+        hidden_states.squeeze(1),
+        keys._parameters["row_keys"],
+        keys._parameters["col_keys"],
         table,
-        memory.keys.top_k,
+        keys.top_k,
     )
     return out.unsqueeze(1)
 
@@ -148,7 +149,7 @@ def cache_layer(block: Any, kwargs: dict[str, Any]) -> Any:
 
     Caches that do more than hold (move layers in and out, say) are left to themselves.
     """
-    cache, index = kwargs.get("past_key_values"), block.self_attn.layer_idx
+    cache, index = kwargs.get("past_key_values"), block._modules["self_attn"].layer_idx
     if cache is None or type(cache).update is not Cache.update or cache.offloading:
         return None
     layer: Any = cache.layers[index] if len(cache.layers) > index else None
@@ -191,20 +192,22 @@ def project_one(
     block: Any, hidden_states: Tensor, layer: Any, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``_project`` for one token of one sequence, into a static cache's layer if there is one."""
-    attention, norm = block.self_attn, block.input_layernorm
-    q_proj, k_proj, v_proj = attention.q_proj, attention.k_proj, attention.v_proj
+    parts = block._modules
+    attention, norm = parts["self_attn"], parts["input_layernorm"]
+    q, k, v = (linear._parameters for linear in _projections(attention))
     cos, sin = kwargs["position_embeddings"]
     if layer is None:
-        shape = (1, k_proj.out_features // attention.head_dim, 1, attention.head_dim)
-        key, value = hidden_states.new_empty(shape), hidden_states.new_empty(shape)
+        width = attention.head_dim
+        key = hidden_states.new_empty(1, k["weight"].shape[0] // width, 1, width)
+        value = torch.empty_like(key)
     else:
         key, value = layer.keys, layer.values
     query = project_token(
         hidden_states,
-        norm.weight,
+        norm._parameters["weight"],
         norm.variance_epsilon,
-        (q_proj.weight, k_proj.weight, v_proj.weight),
-        (q_proj.bias, k_proj.bias, v_proj.bias),
+        (q["weight"], k["weight"], v["weight"]),
+        (q["bias"], k["bias"], v["bias"]),
         cos,
         sin,
         key,
@@ -216,61 +219,75 @@ def project_one(
 
 def _reads_plainly(block: Any) -> bool:
     """Whether what follows attention is HML alone, as the paper has it."""
-    memory = block.memory
+    parts = block._modules
+    memory = parts["memory"]
+    if type(memory) is not HeadwiseMemory or block.attention_residual:
+        return False
+    inner = memory._modules
+    keys, values = inner["keys"], inner["values"]
+    silent: tuple[Any, ...] = (
+        parts["self_attn"].o_proj,
+        parts.get("head_outputs"),
+        inner["query_proj"],
+        inner["query_norm"],
+        parts["memory_output_proj"],
+    )
     return (
-        type(memory) is HeadwiseMemory
-        and type(memory.keys) is ProductKeys
-        and type(memory.values) is HiveValues
-        and not block.attention_residual
-        and all(
-            type(module) is nn.Identity and not is_watched(module)
-            for module in (
-                block.self_attn.o_proj,
-                block.head_outputs,
-                memory.query_proj,
-                memory.query_norm,
-                block.memory_output_proj,
-            )
-        )
-        and not any(is_watched(m) for m in (memory, memory.keys, memory.values))
+        type(keys) is ProductKeys
+        and type(values) is HiveValues
+        and {*map(type, silent)} == {nn.Identity}
+        and not is_watched(memory, keys, values, *silent)
+        and all(_is_flat(keys._parameters.get(name)) for name in ("row_keys", "col_keys"))
     )
 
 
 def can_stream(block: Any, hidden_states: Tensor) -> bool:
     """Whether the projections are plain matrices that one kernel can read."""
-    attention = block.self_attn
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    return (
-        all(is_plain_linear(projection, hidden_states) for projection in projections)
-        and (projections[0].bias is None) == (projections[1].bias is None)
-        and (projections[0].bias is None) == (projections[2].bias is None)
+    linears = _projections(block._modules["self_attn"])
+    return all(is_plain_linear(linear, hidden_states) for linear in linears) and (
+        len({linear._parameters["bias"] is None for linear in linears}) == 1
     )
+
+
+def _projections(attention: Any) -> tuple[Any, Any, Any]:
+    """Those of queries, keys and values."""
+    parts = attention._modules
+    return parts["q_proj"], parts["k_proj"], parts["v_proj"]
 
 
 def is_plain_linear(module: Any, hidden_states: Tensor) -> bool:
     """Whether a module is a matrix of the tokens' type, on their device, and no more than that."""
     if type(module) is not nn.Linear or is_watched(module):
         return False
-    weight = module.weight
+    parameters = module._parameters
+    weight = parameters.get("weight")
     return (
-        # Not sharded, not packed: such tensors have classes of their own.
-        type(weight) in (Tensor, nn.Parameter)
+        _is_flat(weight)
         and weight.dtype == hidden_states.dtype
         and weight.device == hidden_states.device
-        and weight.is_contiguous()
+        and "bias" in parameters
     )
 
 
-def is_watched(module: nn.Module) -> bool:
-    """Whether somebody listens to the module's calls or has put another function in its place."""
-    hooks = module._forward_hooks
-    return bool(
-        (hooks and not _are_idle(hooks))
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
+def _is_flat(weight: Any) -> TypeGuard[Tensor]:
+    """Whether a kernel can read a weight: sharded and packed ones have classes of their own."""
+    return type(weight) in (Tensor, nn.Parameter) and weight.is_contiguous()
+
+
+def is_watched(*modules: nn.Module) -> bool:
+    """Whether somebody listens to a module's calls or has put another function in its place."""
+    for module in modules:
+        state = module.__dict__
+        hooks = state["_forward_hooks"]
+        if (
+            (hooks and not _are_idle(hooks))
+            or state["_forward_pre_hooks"]
+            or state["_backward_hooks"]
+            or state["_backward_pre_hooks"]
+            or "forward" in state
+        ):
+            return True
+    return False
 
 
 def _are_idle(hooks: Any) -> bool:

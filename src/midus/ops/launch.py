@@ -44,7 +44,19 @@ def launch(
             launch(kernel, grid, args, constants)
         return
     fixed = constants if type(constants) is Constants else tuple(constants.items())
-    key = (id(kernel), device.index, fixed, *map(_kind, args))
+    # All that Triton makes a compiled kernel depend on, and a little more. No function of its own:
+    # calling it for two dozen arguments would take longer than what it does.
+    kinds = [
+        (arg == 1) + 2 * (arg % 16 == 0) + 4 * (arg >= 1 << 31)
+        if type(arg) is int
+        else None
+        if type(arg) is float
+        else arg.dtype
+        if arg.data_ptr() % 16 == 0
+        else (arg.dtype,)
+        for arg in args
+    ]
+    key = (id(kernel), device.index, fixed, *kinds)
     known = _COMPILED.get(key)
     if known is not None:
         compiled, values = known
@@ -54,12 +66,3 @@ def launch(
     if compiled is not None:  # Triton's interpreter compiles nothing
         names = kernel.arg_names[len(args) :]
         _COMPILED[key] = compiled, tuple(constants[name] for name in names)
-
-
-def _kind(arg: Any) -> Any:
-    """All that Triton makes a compiled kernel depend on, and a little more."""
-    if isinstance(arg, int):
-        return (arg == 1) + 2 * (arg % 16 == 0) + 4 * (arg >= 1 << 31)
-    if isinstance(arg, float):
-        return None
-    return (arg.dtype,) if arg.data_ptr() % 16 else arg.dtype

@@ -26,9 +26,16 @@ _SHORT, _PROGRAMS_SHORT, _PROGRAMS = 1024, 64, 256
 _BLOCK_L = 32
 
 
+@triton.jit
+def _after_sums(sums, num_lines, width: tl.constexpr, NUM_PARTS: tl.constexpr):
+    """Where the parts' largest scores are, and their totals: behind the sums of all heads."""
+    largest = sums + num_lines * NUM_PARTS * width
+    return largest, largest + num_lines * NUM_PARTS
+
+
 @triton.jit(do_not_specialize=["length"])
 def _attend_kernel(
-    queries, keys, values, mask, position, sums, largest, totals, length, scale,
+    queries, keys, values, mask, position, sums, length, scale,
     stride_query, stride_query_head, stride_batch, stride_head, stride_slot,
     stride_value_batch, stride_value_head, stride_value_slot, stride_mask,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, width: tl.constexpr,
@@ -81,6 +88,7 @@ def _attend_kernel(
         summed = summed * keep[:, None] + tl.dot(powers.to(v.dtype), v, input_precision="ieee")
         best = new_best
     line = (batch * num_heads + heads) * NUM_PARTS + part
+    largest, totals = _after_sums(sums, tl.num_programs(0) * groups, width, NUM_PARTS)
     tl.store(largest + line, best, mask=group < groups)
     tl.store(totals + line, total, mask=group < groups)
     tl.store(sums + line[:, None] * width + e[None, :], summed, mask=shown)
@@ -112,13 +120,14 @@ def _attended(
 
 @triton.jit
 def _combine_kernel(
-    sums, largest, totals, out, position, width: tl.constexpr, COUNT: tl.constexpr,
+    sums, out, position, width: tl.constexpr, COUNT: tl.constexpr,
     NUM_PARTS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attention output of one head."""
     line = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     begin(EARLY)
+    largest, totals = _after_sums(sums, tl.num_programs(0), width, NUM_PARTS)
     weights = _part_weights(largest, totals, line, NUM_PARTS, BLOCK_S)
     result = _attended(sums, weights, line, e, width, NUM_PARTS, BLOCK_S)
     tl.store(out + line * width + e, result.to(out.dtype.element_ty), mask=e < width)
@@ -160,7 +169,7 @@ def _half_scores(
 
 @triton.jit
 def _read_kernel(
-    sums, largest, totals, hidden, row_keys, col_keys, value_cache, out, position,
+    sums, hidden, row_keys, col_keys, value_cache, out, position,
     num_heads: tl.constexpr, num_subkeys: tl.constexpr, subkey_dim: tl.constexpr,
     head_width: tl.constexpr, NUM_PARTS: tl.constexpr, CARTESIAN: tl.constexpr,
     HAS_POSITION: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_O: tl.constexpr,
@@ -177,6 +186,7 @@ def _read_kernel(
     row_tile = _key_tile(row_keys, 0, num_subkeys, subkey_dim, BLOCK_N, BLOCK_E)
     col_tile = _key_tile(col_keys, 0, num_subkeys, subkey_dim, BLOCK_N, BLOCK_E)
     begin(EARLY)
+    largest, totals = _after_sums(sums, tl.num_programs(0) * num_heads, width, NUM_PARTS)
     parts = _part_weights(largest, totals, line, NUM_PARTS, BLOCK_S)
     row_scores = _half_scores(
         sums, parts, line, row_keys, row_tile, dtype, 0, width, num_subkeys, subkey_dim,
@@ -206,17 +216,6 @@ def _read_kernel(
         tl.store(position, tl.load(position) + 1, mask=line == 0)
 
 
-class Parts:
-    """What `attend` leaves for the kernels after it: one sum a head and part of the cache."""
-
-    def __init__(self, batch: int, num_heads: int, width: int, num_parts: int, like: Tensor):
-        size = batch * num_heads * num_parts
-        memory = torch.empty(size * (width + 2), dtype=torch.float32, device=like.device)
-        self.num_parts = num_parts
-        self.sums = memory[: size * width]
-        self.largest, self.totals = memory[size * width :].split(size)
-
-
 def attend(
     queries: Tensor,
     keys: Tensor,
@@ -224,15 +223,17 @@ def attend(
     length: int | Tensor,
     mask: Tensor | None,
     scale: float,
-) -> Parts:
-    """Attention of ``[B, H, E]`` over ``[B, V, L, E]``, in parts.
+) -> tuple[Tensor, int]:
+    """Attention of ``[B, H, E]`` over ``[B, V, L, E]``, in parts, and how many these are.
 
-    ``length`` counts the slots in use; as a tensor, those before this token's.
+    ``length`` counts the slots in use; as a tensor, those before this token's. What is returned
+    are the sums of all heads and parts, then their largest scores, then their totals.
     """
     batch, num_heads, width = queries.shape
-    num_kv_heads, num_slots = keys.shape[1:3]
+    _, num_kv_heads, num_slots, _ = keys.shape
     parts = num_parts(batch * num_kv_heads, num_slots)
-    held = Parts(batch, num_heads, width, parts, queries)
+    size = batch * num_heads * parts * (width + 2)
+    sums = queries.new_empty(size, dtype=torch.float32)
     is_tensor = isinstance(length, Tensor)
     if mask is not None and mask.stride(-1) != 1:
         mask = mask.contiguous()
@@ -245,9 +246,7 @@ def attend(
             values,
             queries if mask is None else mask,
             length if is_tensor else queries,
-            held.sums,
-            held.largest,
-            held.totals,
+            sums,
             0 if is_tensor else length,
             scale,
             *queries.stride()[:2],
@@ -259,7 +258,7 @@ def attend(
             num_heads, num_kv_heads, width, parts, mask is not None, is_tensor, queries.device
         ),
     )
-    return held
+    return sums, parts
 
 
 def num_parts(num_lines: int, num_slots: int) -> int:
@@ -283,13 +282,13 @@ def attend_token(
 ) -> Tensor:
     """Attention output ``[B, H, E]``; ``count`` adds one to a length that is a tensor."""
     batch, num_heads, width = queries.shape
-    held = attend(queries, keys, values, length, mask, scale)
-    out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    sums, parts = attend(queries, keys, values, length, mask, scale)
+    out = queries.new_empty(queries.shape)
     launch(
         _combine_kernel,
         (batch * num_heads,),
-        (held.sums, held.largest, held.totals, out, length if count else out),
-        _combine_constants(width, count, held.num_parts, queries.device),
+        (sums, out, length if count else out),
+        _combine_constants(width, count, parts, queries.device),
     )
     return out
 
@@ -309,18 +308,16 @@ def attend_and_read(
     cartesian: bool,
 ) -> Tensor:
     """``hidden`` ``[B, D]`` with the memory's correction; counts ``length`` up if a tensor."""
-    held = attend(queries, keys, values, length, mask, scale)
+    sums, parts = attend(queries, keys, values, length, mask, scale)
     hidden = hidden.contiguous()
     num_heads, num_subkeys, subkey_dim = row_keys.shape
     is_tensor = isinstance(length, Tensor)
-    out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    out = torch.empty_like(hidden)
     launch(
         _read_kernel,
         (hidden.shape[0], num_heads),
         (
-            held.sums,
-            held.largest,
-            held.totals,
+            sums,
             hidden,
             row_keys,
             col_keys,
@@ -336,7 +333,7 @@ def attend_and_read(
             top_k,
             cartesian,
             is_tensor,
-            held.num_parts,
+            parts,
             hidden.device,
         ),
     )

@@ -173,17 +173,20 @@ def project_token(
     """Queries ``[1, H, E]`` of ONE token; key and value go to slot ``position``."""
     width = cos.shape[-1]
     num_heads, num_kv_heads = weights[0].shape[0] // width, keys.shape[1]
+    has_bias = biases[0] is not None
     constants = _project_constants(
         hidden.shape[-1],
         num_heads,
         num_kv_heads,
         width,
-        biases[0] is not None,
+        has_bias,
         position is not None,
         hidden.device,
     )
     hidden, cos, sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
     queries = hidden.new_empty(1, num_heads, width)
+    _, key_head, key_slot, _ = keys.stride()
+    _, value_head, value_slot, _ = values.stride()
     launch(
         _project_kernel,
         (ceil_div(width // 2, constants["BLOCK_P"]), num_heads + 2 * num_kv_heads),
@@ -191,7 +194,7 @@ def project_token(
             hidden,
             norm_weight,
             *weights,
-            *(hidden if bias is None else bias for bias in biases),
+            *(biases if has_bias else (hidden, hidden, hidden)),
             cos,
             sin,
             queries,
@@ -199,10 +202,10 @@ def project_token(
             values,
             hidden if position is None else position,
             eps,
-            keys.stride(2),
-            keys.stride(1),
-            values.stride(2),
-            values.stride(1),
+            key_slot,
+            key_head,
+            value_slot,
+            value_head,
         ),
         constants,
     )
