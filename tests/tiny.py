@@ -44,10 +44,10 @@ def tiny_base(family: str = "llama", seed: int = 0, **overrides):
 
 
 def fill_tables(model, scale: float = 1.0, seed: int = 1):
-    """Gives every latent table random values: a model whose memory speaks."""
+    """Gives tables, and bypasses, which start at zero too, random values: memory blocks speak."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if name.endswith(("latent_values", "values.values")):
+        if name.endswith(("latent_values", "values.values", "attention_bypass.weight")):
             values = torch.randn(parameter.shape, generator=generator) * scale
             parameter.data.copy_(values.to(parameter.dtype))
     return model

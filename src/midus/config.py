@@ -74,6 +74,9 @@ class MemoryConfig:
     """Project what the memory reads into queries; default: all but hml."""
     memory_output_proj: bool = False
     """Add a linear map after the memory, started as the identity (beyond the paper)."""
+    attention_bypass: bool = False
+    """Add the attention to the output through a linear map started at zero, beside the memory
+    (beyond the paper)."""
     key_init: str = "uniform"
     """Start of the sub-keys: uniform in ±1/sqrt(width) or normal with std 1/sqrt(width)."""
     value_proj_init: str = "normal"
@@ -106,6 +109,8 @@ class MemoryConfig:
         _one_of("value_proj_init", self.value_proj_init, VALUE_PROJ_INITS)
         for name in ("key_scale", "value_proj_scale"):
             _scale(name, getattr(self, name))
+        if not isinstance(self.attention_bypass, bool):
+            raise MidusError(f"attention_bypass={self.attention_bypass!r} must be True or False")
 
     def _refuse_unused(self) -> None:
         """Refuses options that this memory layer would ignore."""
@@ -214,5 +219,5 @@ def field_help(cls: type) -> dict[str, str]:
             and isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)
         ):
-            texts[previous.target.id] = str(node.value.value)
+            texts[previous.target.id] = " ".join(str(node.value.value).split())
     return texts

@@ -322,6 +322,17 @@ def test_correction_ratio_is_the_mean_over_tokens():
         assert block.correction_ratio == pytest.approx(ratios.mean().item(), rel=1e-4)
 
 
+def test_a_bypass_is_no_part_of_the_correction():
+    memory = MemoryConfig(num_subkeys=8, attention_bypass=True)
+    model, ids = grown(memory=memory), text()
+    for block in analyze_slots(model, Words(), ids, window=24).blocks:
+        seen = choices(model, block.index, ids)
+        written = seen["correction"].norm(dim=-1).mean().item()
+        assert block.correction_norm == pytest.approx(written, rel=1e-4)
+        whole = (seen["y"] - seen["x"]).norm(dim=-1).mean().item()
+        assert whole != pytest.approx(written, rel=1e-2)
+
+
 def test_the_block_with_the_largest_corrections_is_described():
     model = grown()
     for louder in model.config.memory_positions:

@@ -15,7 +15,7 @@ import midus.memory.keys
 import midus.memory.ultramem
 import midus.models.fused
 import midus.models.fused_base
-from midus import ops
+from midus import MemoryConfig, UpscaleConfig, ops
 from midus.efficiency.cost_activations import PLAIN, Fusing, saved_bytes
 from midus.efficiency.cost_checked import error_sentences, read_errors, summarize_errors
 from midus.efficiency.cost_comparison import (
@@ -41,10 +41,12 @@ from midus.efficiency.gpus import GPUS, SHARES, find_gpu
 from midus.efficiency.random_model import make_random_model
 from midus.efficiency.subjects import parse_subjects
 from midus.errors import MidusError
+from midus.memory import MEMORY_LAYERS
 from midus.models.fused_base import fuse_blocks
 from midus.models.record import set_trainable
 from midus.models.shapes import shape_config
 from midus.training.loss import use_chunked_loss
+from midus.upscaling.methods import plan_upscaling
 
 H200 = find_gpu("h200")
 
@@ -189,6 +191,41 @@ def test_activations_are_what_autograd_saves(name, tolerance, precision):
     measured = kept_for_backward(config, precision, batch=2, length=24)
     predicted = saved_bytes(read_stack(config), 2, 24, precision, PLAIN)
     assert predicted == pytest.approx(measured, rel=tolerance)
+
+
+def bypassed(base, kind, bypass=True):
+    memory = MemoryConfig(kind=kind, num_subkeys=8, attention_bypass=bypass)
+    return plan_upscaling(base, UpscaleConfig(memory=memory), {})[1]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("precision", ["float32", "bf16", "mixed"])
+@pytest.mark.parametrize(("kind", "tolerance"), [("hml", 0.001), ("pkm", 0.03)])
+def test_activations_of_a_bypass_are_what_autograd_saves(kind, tolerance, precision):
+    base = tiny_config(hidden_size=64, intermediate_size=96, head_dim=16)
+    both = [bypassed(base, kind, bypass) for bypass in (False, True)]
+    measured = [kept_for_backward(config, precision, batch=2, length=24) for config in both]
+    predicted = [saved_bytes(read_stack(config), 2, 24, precision, PLAIN) for config in both]
+    assert predicted[1] == pytest.approx(measured[1], rel=tolerance)
+    # Its own part exactly: what it reads, where nobody else keeps that, and the weight's cast.
+    assert predicted[1] - predicted[0] == measured[1] - measured[0]
+
+
+@pytest.mark.parametrize("kind", MEMORY_LAYERS)
+def test_a_bypass_is_one_matrix_a_block_more(kind):
+    # Heads of 24 on a stream of 64; layers but HML project them to it first.
+    base = tiny_config("qwen3", hidden_size=64, intermediate_size=96, head_dim=24)
+    plain, more = (read_stack(bypassed(base, kind, bypass)) for bypass in (False, True))
+    numbers = 64 * (4 * 24 if kind == "hml" else 64)
+    assert more.params_trainable - plain.params_trainable == 2 * numbers
+    assert more.inserted.linear - plain.inserted.linear == numbers
+    works = [forward_work(model.inserted, 10, 5) for model in (more, plain)]
+    assert works[0].matmul - works[1].matmul == 10 * 2 * numbers
+    assert works[0].launches > works[1].launches
+    assert decode_bytes(more, 1) - decode_bytes(plain, 1) == 2 * 2 * numbers
+    run = Run(accumulation=1)
+    matmul = micro_batch_work(more, run).matmul - micro_batch_work(plain, run).matmul
+    assert matmul == pytest.approx(run.tokens * 2 * 3 * 2 * numbers)  # forward, and two backward
 
 
 @pytest.mark.usefixtures("kernels")

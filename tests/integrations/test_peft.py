@@ -107,6 +107,24 @@ def test_projections_of_every_memory_layer_are_adapted(kind):
     assert relative_error(logits(model), before) < FLOAT32
 
 
+def test_projections_after_and_beside_the_memory_are_adapted_and_merged():
+    memory = MemoryConfig(num_subkeys=8, memory_output_proj=True, attention_bypass=True)
+    plain = grown(memory=memory)
+    model = adapted(copy.deepcopy(plain), inserted_only=True)
+    targets = midus.lora_targets(plain, inserted_only=True)["target_parameters"]
+    names = ["attention_bypass.weight", "memory.values.value_proj", "memory_output_proj.weight"]
+    assert targets == names
+    model(IDS, labels=IDS).loss.backward()
+    assert all(p.grad.any() for n, p in model.named_parameters() if "lora_B" in n)
+    trained = logits(model)
+    assert relative_error(trained, logits(plain)) > 1e-2
+    merged = model.merge_and_unload()
+    assert relative_error(logits(merged), trained) < FLOAT32
+    for name in names:
+        own, before = (m.model.layers[1].get_parameter(name) for m in (merged, plain))
+        assert relative_error(own, before) > 1e-3
+
+
 def test_the_merged_projection_is_w_h_plus_its_heads_low_rank_product():
     model = adapted(grown(), lora_alpha=6)
     wrapped = model.base_model.model.model.layers[1].memory.values
@@ -202,6 +220,7 @@ TARGETS = {
     "keys": {"target_modules": [], "target_parameters": ["keys.row_keys"]},
     "values": {"target_modules": [], "target_parameters": ["values.value_proj"]},
     "tables": {"target_modules": [], "target_parameters": ["values.latent_values"]},
+    "bypass": {"target_modules": [], "target_parameters": ["attention_bypass.weight"]},
     "feed_forward": {"target_modules": ["gate_proj", "down_proj", "o_proj"]},
 }
 
@@ -210,7 +229,8 @@ TARGETS = {
 @pytest.mark.parametrize("targets", TARGETS)
 def test_no_fused_path_reads_past_an_adapter(targets, cache_class, monkeypatch):
     config = LoraConfig(r=2, init_lora_weights=False, **TARGETS[targets])
-    model = get_peft_model(grown(), config).eval()
+    memory = MemoryConfig(num_subkeys=8, top_k=4, attention_bypass=targets == "bypass")
+    model = get_peft_model(grown(memory=memory), config).eval()
     expected = decoded(model, cache_class)
     with model.disable_adapter():
         assert relative_error(decoded(model, cache_class), expected) > 1e-2

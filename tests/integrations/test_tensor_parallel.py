@@ -19,7 +19,8 @@ def test_heads_come_together_as_the_output_projection_would_take_them(family):
     base = FAMILIES[family].config_class.base_model_tp_plan
     assert plan["model.layers.*.head_outputs"] == base["layers.*.self_attn.o_proj"]
     assert {f"model.{name}" for name in base} <= plan.keys()
-    assert not any("memory" in name for name in plan)  # every rank has all of it
+    # Every rank has all of the memory and of what stands beside it.
+    assert not any("memory" in name or "bypass" in name for name in plan)
     assert CAUSAL_LM_CLASSES[family]._tp_plan == FAMILIES[family].causal_lm_class._tp_plan
 
 
@@ -27,9 +28,10 @@ def test_heads_come_together_as_the_output_projection_would_take_them(family):
 def test_two_ranks_equal_one_in_logits_tokens_and_gradients(tmp_path):
     folders = []
     # Llama's heads stay apart until the memory; OLMo 2's are gathered before their norms.
-    for family, stored, kind in [("llama", "delta", "hml"), ("olmo2", "full", "hml"),
-                                 ("qwen3", "full", "pkm")]:  # fmt: skip
-        save_grown(tmp_path / family, family, kind, vocab_size=100)
+    for family, stored, kind, bypass in [("llama", "delta", "hml", True),
+                                         ("olmo2", "full", "hml", False),
+                                         ("qwen3", "full", "pkm", True)]:  # fmt: skip
+        save_grown(tmp_path / family, family, kind, bypass, vocab_size=100)
         folders.append(tmp_path / family / stored)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",

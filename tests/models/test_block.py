@@ -102,6 +102,69 @@ def test_memory_output_proj_starts_as_identity():
     torch.testing.assert_close(projected(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
 
 
+BYPASSES = {
+    "hml": {},
+    "residual": {"attention_residual": True},
+    "kept output projection": {"attn_output_proj": True, "memory_output_proj": True},
+    "pkm": {"kind": "pkm"},
+    "linear": {"kind": "linear"},
+    "ultramem": {"kind": "ultramem"},
+}
+
+
+@pytest.mark.parametrize("case", BYPASSES)
+def test_a_bypass_adds_its_product_with_attention_beside_the_memory(case):
+    """M(x) = x + P Mem(r) + W_b a', with r = a', or x + a' where the residual is added."""
+    memory = MemoryConfig(num_subkeys=8, attention_bypass=True, **BYPASSES[case])
+    model = grown(memory=memory)
+    block, hidden_states, seen = model.model.layers[1], torch.randn(1, 5, 32), {}
+    projection = torch.eye(32)
+    if memory.memory_output_proj:
+        torch.nn.init.normal_(block.memory_output_proj.weight)
+        projection = block.memory_output_proj.weight
+    block.self_attn.register_forward_hook(lambda module, args, out: seen.update(attended=out[0]))
+    block.memory.register_forward_hook(
+        lambda module, args, out: seen.update(read=args[0], written=out)
+    )
+    found = run_block(model, 1, hidden_states)
+    attended = seen["attended"]
+    read = hidden_states + attended if memory.attention_residual else attended
+    assert torch.equal(seen["read"], read)
+    weight = block.attention_bypass.weight
+    beside = torch.einsum("btc,dc->btd", attended, weight)
+    expected = hidden_states + torch.einsum("btc,dc->btd", seen["written"], projection) + beside
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert beside.abs().mean() > 0.1
+    assert seen["written"].abs().mean() > 0.01
+
+
+def test_a_bypass_changes_nothing_else_that_a_block_starts_with():
+    base = tiny_base()
+    plain, bypassed = (
+        upscale(base, UpscaleConfig(memory=MemoryConfig(num_subkeys=8, attention_bypass=bypass)))
+        for bypass in (False, True)
+    )
+    own = bypassed.model.layers[1].state_dict()
+    assert not own.pop("attention_bypass.weight").any()
+    others = plain.model.layers[1].state_dict()
+    assert own.keys() == others.keys()
+    assert all(torch.equal(own[name], others[name]) for name in own)
+
+
+def test_a_bypass_reads_heads_wider_than_the_stream():
+    memory = MemoryConfig(num_subkeys=8, attention_bypass=True)
+    fresh = grown("qwen3", filled=False, memory=memory, head_dim=16)
+    assert fresh.model.layers[1].attention_bypass.weight.shape == (32, 4 * 16)
+    base = tiny_base("qwen3", head_dim=16)
+    assert torch.equal(fresh(prompt_ids()).logits, base(prompt_ids()).logits)
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_a_bypass_that_is_neither_on_nor_off_is_refused(value):
+    with pytest.raises(MidusError, match=f"attention_bypass={value!r} must be True or False"):
+        MemoryConfig(attention_bypass=value)
+
+
 def test_heads_wider_than_their_slice_of_the_output():
     """As in Qwen3-0.6B: queries are head_dim wide, each head writes hidden_size // num_heads."""
     model = grown("qwen3", head_dim=16)

@@ -55,9 +55,12 @@ def plain(monkeypatch, run):
         return run()
 
 
+@pytest.mark.parametrize("bypass", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_number_of_tokens_gives_the_plain_output_and_gradients(family, calls, monkeypatch):
-    model = tiny(family)
+def test_any_number_of_tokens_gives_the_plain_output_and_gradients(
+    family, bypass, calls, monkeypatch
+):
+    model = tiny(family, MemoryConfig(num_subkeys=8, top_k=4, attention_bypass=bypass))
     ids = prompt_ids(2)
 
     def run():
@@ -115,6 +118,7 @@ def test_decoding_one_token_gives_the_plain_logits(family, batch, cache_class, c
     [
         {"query_norm": "layer"},
         {"memory_output_proj": True},
+        {"attention_bypass": True},
         {"attention_residual": True},
         {"attn_output_proj": True},
         {"values": "shared"},
@@ -124,7 +128,7 @@ def test_decoding_one_token_gives_the_plain_logits(family, batch, cache_class, c
 def test_other_layers_decode_by_the_plain_path_after_fused_attention(options, calls, monkeypatch):
     model = tiny(memory=MemoryConfig(num_subkeys=8, top_k=4, **options)).eval()
     for name, parameter in model.named_parameters():
-        if "memory" in name:
+        if "memory" in name or "bypass" in name:
             torch.nn.init.normal_(parameter)
     ids = prompt_ids(1)
 

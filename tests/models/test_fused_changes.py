@@ -153,9 +153,10 @@ def test_a_projection_put_in_later_is_used(linear_class, streams, model, steps, 
     check_after(put, model, steps, monkeypatch, streams=streams, reads=2)
 
 
-def test_a_module_put_where_nothing_was_is_called(model, steps, monkeypatch):
+@pytest.mark.parametrize("part", ["memory_output_proj", "attention_bypass"])
+def test_a_module_put_where_nothing_was_is_called(part, model, steps, monkeypatch):
     def put(block):
-        block.memory_output_proj = nn.Linear(32, 32)
+        setattr(block, part, nn.Linear(32, 32))
 
     check_after(put, model, steps, monkeypatch)
 

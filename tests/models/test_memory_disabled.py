@@ -62,9 +62,11 @@ def test_disabled_generation_is_the_bases(family, placement):
         assert torch.equal(out, base.generate(**padded(), **GREEDY, **options)), options
 
 
+@pytest.mark.parametrize("bypass", [False, True])
 @pytest.mark.parametrize("kind", MEMORY_LAYERS)
-def test_a_disabled_memory_of_any_kind_is_not_computed(kind):
-    base, model = pair(kind=kind, attention_residual=True, query_norm="batch")
+def test_a_disabled_memory_of_any_kind_is_not_computed(kind, bypass):
+    options = {"attention_residual": True, "query_norm": "batch", "attention_bypass": bypass}
+    base, model = pair(kind=kind, **options)
     for position in model.config.memory_positions:
         for parameter in model.model.layers[position].parameters():
             parameter.data.fill_(float("nan"))
@@ -148,8 +150,9 @@ def test_states_opened_in_threads_all_end():
     assert set(model.memory_gates.values()) == {1.0}
 
 
-def test_a_gate_scales_the_correction():
-    _, model = pair()
+@pytest.mark.parametrize("bypass", [False, True])
+def test_a_gate_scales_the_correction(bypass):
+    _, model = pair(attention_bypass=bypass)
     position = model.config.memory_positions[0]
     block, seen = model.model.layers[position], []
     block.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))

@@ -43,6 +43,7 @@ def test_grown_model_starts_as_the_base(family, dtype, tied):
         {"attention_residual": True},
         {"attn_output_proj": True},
         {"memory_output_proj": True},
+        {"attention_bypass": True},
         {"latent_dim": 3},
         {"key_init": "normal", "value_proj_init": "identity"},
     ],
@@ -55,6 +56,19 @@ def test_every_option_starts_as_the_base_and_then_matters(options):
     ids = prompt_ids()
     assert torch.equal(model(ids).logits, base(ids).logits)
     assert not torch.equal(fill_tables(model)(ids).logits, base(ids).logits)
+
+
+@every_family
+@pytest.mark.parametrize("kind", MEMORY_LAYERS)
+def test_a_bypass_starts_as_the_base_and_then_matters_alone(family, kind):
+    base = tiny_base(family)
+    memory = MemoryConfig(kind=kind, num_subkeys=8, attention_bypass=True)
+    model = upscale(base, UpscaleConfig(memory=memory))
+    ids = prompt_ids()
+    assert torch.equal(model(ids).logits, base(ids).logits)
+    for position in model.config.memory_positions:
+        torch.nn.init.normal_(model.model.layers[position].attention_bypass.weight)
+    assert relative_error(model(ids).logits, base(ids).logits) > 1e-2
 
 
 @every_family
@@ -251,8 +265,10 @@ def test_gradient_checkpointing_set_in_the_config_reaches_every_block():
 
 
 @every_family
-def test_only_the_tables_learn_at_first_then_everything_inserted(family):
-    model = grown(family, filled=False)
+@pytest.mark.parametrize("bypass", [False, True])
+def test_only_what_is_zero_learns_at_first_then_everything_inserted(family, bypass):
+    memory = MemoryConfig(num_subkeys=8, top_k=4, attention_bypass=bypass)
+    model = grown(family, filled=False, memory=memory)
     ids = prompt_ids(2)
     inserted = {
         name
@@ -262,7 +278,9 @@ def test_only_the_tables_learn_at_first_then_everything_inserted(family):
     assert {n for n, p in model.named_parameters() if p.requires_grad} == inserted
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     moved = {n for n, grad in gradients(model, ids).items() if grad is not None and grad.any()}
-    assert moved == {name for name in inserted if name.endswith("latent_values")}
+    zero = ("latent_values", "attention_bypass.weight")
+    assert moved == {name for name in inserted if name.endswith(zero)}
+    assert len(moved) == len(model.config.memory_positions) * (2 if bypass else 1)
     optimizer.step()
     moved = {n for n, grad in gradients(model, ids).items() if grad is not None and grad.any()}
     assert moved == inserted
@@ -279,7 +297,23 @@ def test_top_1_warns_that_keys_will_not_train():
     assert "memory.values.value_proj" not in still
 
 
+def test_top_1_with_a_bypass_warns_of_the_keys_alone():
+    memory = MemoryConfig(num_subkeys=8, top_k=1, attention_bypass=True)
+    with pytest.warns(UserWarning, match="keys receive no gradient; q/k/v .* bypass alone"):
+        model = upscale(tiny_base(), UpscaleConfig(memory=memory))
+    grads = gradients(fill_tables(model), prompt_ids())
+    still = {n.split("layers.1.")[1] for n, g in grads.items() if "layers.1." in n and not g.any()}
+    assert still == {"memory.keys.row_keys", "memory.keys.col_keys"}
+
+
 # What transformers expects of its classes.
+
+
+def test_a_fresh_bypass_from_config_is_zero():
+    config = grown(memory=MemoryConfig(num_subkeys=8, attention_bypass=True)).config
+    weight = AutoModelForCausalLM.from_config(config).model.layers[1].attention_bypass.weight
+    assert weight.shape == (32, 32)
+    assert not weight.any()
 
 
 def test_hidden_states_and_attentions_cover_every_block():
@@ -306,6 +340,7 @@ def test_class_conventions(family):
 def test_fresh_model_from_config_has_initialised_memory():
     model = AutoModelForCausalLM.from_config(grown().config)
     memory = model.model.layers[1].memory
+    assert model.model.layers[1].attention_bypass is None
     assert not memory.values.latent_values.any()
     assert memory.values.value_proj.std() > 0.1
     assert memory.keys.row_keys.std() > 0.1

@@ -57,8 +57,10 @@ def make(monkeypatch):
 
 
 @every_family
-def test_attentions_of_memory_blocks_are_a_class_of_their_own(make, family):
-    model = grown(family).model
+@pytest.mark.parametrize("bypass", [False, True])
+def test_attentions_of_memory_blocks_are_a_class_of_their_own(make, family, bypass):
+    memory = MemoryConfig(num_subkeys=8, top_k=4, attention_bypass=bypass)
+    model = grown(family, memory=memory).model
     with torch.no_grad():
         before = model(prompt_ids()).last_hidden_state
     served = make()(model)

@@ -8,6 +8,7 @@ import torch
 from small import HML, make_study
 from tiny import grown, prompt_ids
 
+from midus import MemoryConfig
 from midus.evaluation.perplexity import perplexity
 from midus.studies.grid import search_trials
 from midus.studies.loop import Loop, data_order
@@ -97,13 +98,16 @@ def test_a_loss_beyond_numbers_is_none():
     assert score(2.0)["perplexity"] == pytest.approx(math.e**2)
 
 
-def test_part_norms_add_up_to_the_whole(material):
-    model = grown().train()
+@pytest.mark.parametrize("bypass", [False, True])
+def test_part_norms_add_up_to_the_whole(bypass):
+    memory = MemoryConfig(num_subkeys=8, top_k=4, attention_bypass=bypass)
+    model = grown(memory=memory).train()
     norms = PartNorms(model)
     model(prompt_ids(2, 16), labels=prompt_ids(2, 16)).loss.backward()
     norms.take()
     values = norms.values()
-    assert set(values) == {"attention", "keys", "values", "value_proj", "other"}
+    parts = {"attention", "keys", "values", "value_proj", "other"}
+    assert set(values) == (parts | {"bypass"} if bypass else parts)
     whole = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
     assert math.hypot(*values.values()) == pytest.approx(whole.item(), rel=1e-5)
 

@@ -342,6 +342,15 @@ def test_resume_with_other_options_is_refused(tmp_path):
         train(make_options(tmp_path, optimizer={"recipe": "short", "lr": 0.5}), resume=True)
 
 
+def test_a_run_begun_before_the_bypass_resumes_without_one(tmp_path):
+    train(make_options(tmp_path))
+    path = tmp_path / "run" / "options.json"
+    saved = json.loads(path.read_text())
+    assert saved["upscale"]["memory"].pop("attention_bypass") is False
+    path.write_text(json.dumps(saved))
+    assert train(make_options(tmp_path), resume=True).steps == 12
+
+
 def test_a_half_written_checkpoint_is_never_taken(tmp_path, monkeypatch):
     whole = train(make_options(tmp_path, "whole"))
     from midus.training import trainer as trainer_module

@@ -94,6 +94,20 @@ def test_options_add_the_parameters_they_name():
     plain = trainable()
     assert trainable(attn_output_proj=True) - plain == 8 * 2048 * 2048
     assert trainable(memory_output_proj=True) - plain == 8 * 2048 * 2048
+    assert trainable(attention_bypass=True) - plain == 8 * 2048 * 2048
     assert trainable(query_norm="layer") - plain == 8 * 2 * 64
     assert trainable(query_norm="batch") - plain == 8 * 2 * 2048
     assert trainable(attention_residual=True) == plain
+
+
+@pytest.mark.parametrize("kind", MEMORY_LAYERS)
+def test_a_bypass_has_the_width_of_what_attention_returns(kind):
+    """Qwen3-0.6B: 16 heads of 128 on a stream of 1,024; other layers project them to it first."""
+
+    def trainable(bypass):
+        memory = MemoryConfig(kind=kind, attention_bypass=bypass)
+        facts = describe(shape_config("qwen3-0.6b"), UpscaleConfig(memory=memory))
+        return facts["params"]["trainable"]
+
+    attended = 16 * 128 if kind == "hml" else 1024
+    assert trainable(True) - trainable(False) == 14 * 1024 * attended

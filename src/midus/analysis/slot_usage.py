@@ -66,7 +66,10 @@ def rank_frequency(counts: Tensor) -> dict[str, list[float]]:
 
 
 class CorrectionMeter:
-    """Averages ``||correction||`` and ``||correction|| / ||x||`` of a memory block over tokens."""
+    """Averages ``||correction||`` and ``||correction|| / ||x||`` of a memory block over tokens.
+
+    The correction is the memory's own; what an ``attention_bypass`` adds beside it is left out.
+    """
 
     def __init__(self) -> None:
         self._stream = torch.empty(0)  # [B, T]

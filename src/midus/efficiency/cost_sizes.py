@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from transformers.activations import SiLUActivation
 
+from midus.memory.bypass import AttentionBypass
+from midus.memory.output_proj import MemoryOutputProj
 from midus.memory.queries import QueryProj
 from midus.models.attention import attended_dim, head_dim
 from midus.models.families import find_family
@@ -18,6 +20,7 @@ from midus.models.fused import is_llama_like
 from midus.models.record import record_of
 from midus.upscaling.inspect import describe
 
+_MATRICES = (nn.Linear, QueryProj, MemoryOutputProj, AttentionBypass)
 _WIDE_NORMS = ("gemma2", "gemma3_text", "olmo2")
 
 
@@ -38,6 +41,7 @@ class Memory:
     has_query_proj: bool
     has_query_norm: bool
     has_output_proj: bool
+    has_bypass: bool
     has_residual: bool
     has_attention_proj: bool
     key_params: int
@@ -53,7 +57,9 @@ class Memory:
     @property
     def num_projections(self) -> int:
         """Matrices around the memory."""
-        return self.has_query_proj + self.has_output_proj + self.has_attention_proj
+        return sum(
+            (self.has_query_proj, self.has_output_proj, self.has_bypass, self.has_attention_proj)
+        )
 
     @property
     def num_slots(self) -> int:
@@ -93,6 +99,11 @@ class Block:
     can_be_fused: bool
     """Whether it is of the kind that runs in few, large steps on a GPU (`models/fused.py`)."""
     memory: Memory | None
+
+    @property
+    def has_bypass(self) -> bool:
+        """Whether attention is added to its output beside the memory."""
+        return self.memory is not None and self.memory.has_bypass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +169,7 @@ def _read_block(config: Any, layer: nn.Module) -> Block:
     heads, width = config.num_attention_heads, head_dim(config)
     kv_width = config.num_key_value_heads * width
     has_memory = hasattr(layer, "memory")
-    matrices = [m.weight for m in layer.modules() if isinstance(m, nn.Linear | QueryProj)]
-    if has_memory and hasattr(layer.memory_output_proj, "weight"):
-        matrices.append(layer.memory_output_proj.weight)  # type: ignore[arg-type]
+    matrices = [m.weight for m in layer.modules() if isinstance(m, _MATRICES)]
     return Block(
         params=sum(p.numel() for p in layer.parameters()),
         linear=sum(weight.numel() for weight in matrices),
@@ -224,6 +233,7 @@ def _read_memory(config: Any, layer: Any) -> Memory:
         has_query_proj=bool(options.query_proj),
         has_query_norm=options.query_norm != "none",
         has_output_proj=options.memory_output_proj,
+        has_bypass=options.attention_bypass,
         has_residual=bool(options.attention_residual),
         has_attention_proj=bool(options.attn_output_proj),
         key_params=sum(p.numel() for p in memory.keys.parameters()),

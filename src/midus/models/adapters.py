@@ -13,7 +13,12 @@ from midus.models.checkpoint import full_name, split_block_name
 from midus.models.record import inserted_positions
 
 # Projections of memory layers, as they end in a memory block; tables and keys are no projections.
-_PROJECTIONS = ("query_proj.weight", "values.value_proj", "memory_output_proj.weight")
+_PROJECTIONS = (
+    "query_proj.weight",
+    "values.value_proj",
+    "memory_output_proj.weight",
+    "attention_bypass.weight",
+)
 
 
 def lora_targets(model: Any, inserted_only: bool = False) -> dict[str, list[str]]:

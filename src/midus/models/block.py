@@ -2,7 +2,8 @@
 
 Paper, Section 4.1, Eq. 2. It stands before its anchor, a block of the base, and copies that
 block's attention and the norm before it; where the paper's duplicated block has an FFN it has a
-memory layer. The layer's values start at zero, so a fresh block returns its input.
+memory layer. The layer's values start at zero, so a fresh block returns its input. Beyond the
+paper, ``attention_bypass`` adds ``W_b Attn'(LN(x))``, with W_b zero at the start.
 """
 
 from typing import Any
@@ -12,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from midus.errors import MidusError
 from midus.memory import memory_layer_class
+from midus.memory.bypass import AttentionBypass
 from midus.memory.output_proj import MemoryOutputProj
 from midus.models.attention import attended_dim, head_dim, make_head_attention
 from midus.models.families import find_family
@@ -61,6 +63,9 @@ class MemoryBlock(GradientCheckpointingLayer):
         self.memory_output_proj = (
             MemoryOutputProj(config.hidden_size) if memory.memory_output_proj else nn.Identity()
         )
+        self.attention_bypass = (
+            AttentionBypass(width, config.hidden_size) if memory.attention_bypass else None
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.gradient_checkpointing and self.training:
@@ -86,9 +91,10 @@ class MemoryBlock(GradientCheckpointingLayer):
     def _correct(self, hidden_states: Tensor, attended: Tensor) -> Tensor:
         if self.head_outputs is not None:
             attended = self.head_outputs(attended)  # [B, T, H * E]
-        if self.attention_residual:
-            attended = hidden_states + attended
-        correction: Tensor = self.memory_output_proj(self.memory(attended))  # [B, T, D]
+        read = hidden_states + attended if self.attention_residual else attended
+        correction: Tensor = self.memory_output_proj(self.memory(read))  # [B, T, D]
+        if self.attention_bypass is not None:
+            correction = correction + self.attention_bypass(attended)
         return correction
 
     def _forward_gated(self, hidden_states: Tensor, gate: float, kwargs: dict[str, Any]) -> Tensor:

@@ -223,6 +223,8 @@ def _reads_plainly(block: Any) -> bool:
     memory = parts["memory"]
     if type(memory) is not HeadwiseMemory or block.attention_residual:
         return False
+    if parts.get("attention_bypass") is not None:
+        return False
     inner = memory._modules
     keys, values = inner["keys"], inner["values"]
     silent: tuple[Any, ...] = (

@@ -33,6 +33,8 @@ def part_of(name: str) -> str | None:
         return "attention"
     if name.startswith("memory_output_proj."):
         return "output_proj"
+    if name.startswith("attention_bypass."):
+        return "bypass"
     if leaf in _KEYS:
         return "keys"
     if leaf in ("latent_values", "values"):

@@ -20,7 +20,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 TRAINABLE = ("auto", "inserted", "all")
 CONTROLS = ("none", "lora", "last_layers")
 SHARDINGS = ("none", "fsdp2")
-PARTS = ("attention", "keys", "values", "value_proj", "output_proj")
+PARTS = ("attention", "keys", "values", "value_proj", "output_proj", "bypass")
 KEY_STARTS = ("random", "queries")
 
 # What the recipes set where the file says nothing. The paper's rates suit its 12,100 steps; in a
@@ -116,7 +116,7 @@ class OptimizerOptions:
     constant_value_proj: bool = False
     """Give the head projections W_h the memory's constant rate instead of the schedule."""
     parts: dict[str, PartOptions] = field(default_factory=dict)
-    """Parts of the memory blocks apart: attention, keys, values, value_proj, output_proj."""
+    """Parts of memory blocks apart: attention, keys, values, value_proj, output_proj, bypass."""
     adam_beta2: float | None = None
     """Decay of AdamW's second moment; default: the recipe's."""
 
