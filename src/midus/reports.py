@@ -19,11 +19,18 @@ def conditions() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([_program(), *sys.argv[1:]]),
         "machine": machine_name(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
     }
+
+
+def _program() -> str:
+    """What was called, as it would be typed again."""
+    called = Path(sys.argv[0])
+    is_module = called.name == "__main__.py"
+    return f"python -m {called.parent.name}" if is_module else called.name
 
 
 def write_report(path: Path, rows: list[dict[str, Any]]) -> None:

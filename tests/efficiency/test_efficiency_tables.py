@@ -12,6 +12,7 @@ from midus.efficiency.subjects import parse_subjects
 from midus.efficiency.tables import (
     blocks_of,
     decode_table,
+    eager_table,
     efficiency_table,
     goals_table,
     headline_table,
@@ -130,6 +131,20 @@ def test_a_figure_that_wavers_has_its_spread_and_no_ratio():
     train = lines[0].index("train s/iter (x Llama Pro)")
     assert [line[train] for line in lines[2:]] == ["1.00 (1.00x)", "1.00 ± 0.30", "0.50 (0.50x)"]
     assert [line[eager] for line in lines[2:]] == ["50.0 (1.00x)", "40.0 (0.80x)", "45.0 ± 9.0"]
+
+
+def test_eager_decoding_has_its_fastest_repeat_beside_where_every_repeat_is_known():
+    rows = [
+        make_row("base", decode_eager_tok_s=30.0, decode_eager_spread=30.0,
+                 decode_eager_runs=[20.0, 30.0, 50.0]),
+        make_row("midus:hml", decode_eager_tok_s=28.0, decode_eager_spread=1.0,
+                 decode_eager_runs=[40.0, 28.0, 27.0]),
+    ]  # fmt: skip
+    lines = cells(eager_table(make_result(*rows)))
+    assert lines[0][-1] == "fastest repeat, tok/s (x base)"
+    assert [line[-1] for line in lines[2:]] == ["50.0 (1.00x)", "40.0 (0.80x)"]
+    unknown = [{k: v for k, v in row.items() if k != "decode_eager_runs"} for row in rows]
+    assert cells(eager_table(make_result(*unknown)))[0] == ["", "eager tok/s (x base)"]
 
 
 def test_goals_are_ratios_of_the_rows_they_name():

@@ -155,7 +155,7 @@ def test_decoding_is_timed_from_the_second_token_to_the_last(monkeypatch):
         return torch.zeros(input_ids.shape[0], input_ids.shape[1] + max_new_tokens)
 
     rate = inference.measure_generate(generate, torch.zeros(4, 5), 8, 3, CPU)
-    assert rate == (4.0, pytest.approx(4 - 4 / 3))
+    assert rate == (4.0, pytest.approx(4 - 4 / 3), [4.0, 4.0, pytest.approx(4 / 3)])
     assert runs == [10] * 4  # a warm-up, and three
 
 
@@ -177,7 +177,7 @@ def test_replayed_steps_are_warmed_up_then_timed(monkeypatch):
     monkeypatch.setattr(fast, "FastDecoder", Decoder)
     monkeypatch.setattr(inference, "time_runs", lambda f, d, runs: [f() or 0.5] * runs)
     rate = inference.measure_decoder(None, torch.zeros(2, 5), 4, 3, 2, CPU)
-    assert rate == (2 * 4 / 0.5, 0)
+    assert rate == (2 * 4 / 0.5, 0, [2 * 4 / 0.5] * 3)
     batch, length = calls[0]
     assert batch == 2
     assert length >= 5 + 2 + 3 * 4

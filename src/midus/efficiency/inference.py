@@ -76,11 +76,13 @@ class Rate(NamedTuple):
     median: float
     spread: float
     """Largest less smallest."""
+    runs: list[float]
+    """Of every repeat."""
 
 
 def _rate(tokens: int, seconds: list[float]) -> Rate:
     rates = [tokens / second for second in seconds]
-    return Rate(statistics.median(rates), max(rates) - min(rates))
+    return Rate(statistics.median(rates), max(rates) - min(rates), rates)
 
 
 class _TokenClock(StoppingCriteria):

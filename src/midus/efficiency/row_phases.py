@@ -196,6 +196,7 @@ class RowPhases:
             measured = measure()
             if isinstance(measured, Rate):
                 self.row[column.replace("_tok_s", "_spread")] = measured.spread
+                self.row[column.replace("_tok_s", "_runs")] = measured.runs
                 measured = measured.median
             self.row[column] = measured
 

@@ -194,7 +194,18 @@ def eager_table(result: Result) -> str:
         [row["label"], *(_cell(row, *column, base) for column in shown.values())] for row in rows
     ]
     heads = ["", *(f"{head} (x base)" for head in shown)]
+    if any(row.get("decode_eager_runs") for row in rows):
+        # Others on a shared machine can only slow a run down.
+        heads.append("fastest repeat, tok/s (x base)")
+        for line, row in zip(lines, rows, strict=True):
+            own, reference = _fastest(row), _fastest(base)
+            ratio = own / reference if own and reference else None
+            line.append(with_ratio(own, ratio, 1))
     return _markdown(heads, lines) + "\n\n" + conditions_line(result)
+
+
+def _fastest(row: Row | None) -> float | None:
+    return max((row or {}).get("decode_eager_runs") or [], default=None)
 
 
 def conditions_line(result: Result) -> str:

@@ -2,7 +2,7 @@
 
 A step launches thousands of kernels. Of a small model each runs for microseconds, less than Python
 takes to launch the next one, and the GPU waits; a graph launches them all at once. The
-operations are the eager step's; gradients are not equal to its own to the bit (docs/training.md).
+operations are the eager step's; in bfloat16 neither repeats to the bit (docs/training.md).
 """
 
 from collections.abc import Callable, Iterable
