@@ -10,6 +10,7 @@ from tiny import grown, prompt_ids
 
 from midus import MemoryConfig
 from midus.evaluation.perplexity import perplexity
+from midus.studies import loop as loop_module
 from midus.studies.grid import search_trials
 from midus.studies.loop import Loop, data_order
 from midus.studies.material import Material
@@ -122,3 +123,27 @@ def test_effective_rank_counts_equal_directions():
     entropy = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
     assert effective_rank(rows) == pytest.approx(math.exp(entropy))
     assert len(value_ranks(grown())) == 2
+
+
+def test_a_capture_that_fails_leaves_the_loop_eager_and_says_why(material, monkeypatch):
+    study = make_study(material, methods={"one": {"set": HML}}, search={})
+    (trial,) = search_trials(study)
+    shared = Material(material["base"], material["tokens"], {})
+    data = shared.sequences("train", 16, trial.options.data.max_tokens)
+    plain = Loop(shared.start(trial.options), trial.options, data)
+    tried = []
+
+    def fail(*args):
+        tried.append(args)
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(loop_module, "why_not_graphed", lambda *_: "")
+    monkeypatch.setattr(loop_module, "GraphedStep", fail)
+    loop = Loop(shared.start(trial.options), trial.options, data)
+    assert loop.why_not_graphed == ""
+    for _ in range(3):
+        loop.step()
+        plain.step()
+    assert len(tried) == 1
+    assert "OutOfMemoryError: no room" in loop.why_not_graphed
+    assert torch.equal(loop.loss, plain.loss)

@@ -1,7 +1,9 @@
 """Training steps by graph replay: the same losses and gradients as eager steps."""
 
+import contextlib
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from transformers import TrainingArguments, default_data_collator
 
 from midus import MemoryConfig, UpscaleConfig, upscale
 from midus.models.captured_attention import causal_attention
+from midus.training import graphed_trainer
 from midus.training.graphed import GraphedStep, why_not_graphed
+from midus.training.graphed_trainer import GraphedStepsMixin
 from midus.training.loss import use_chunked_loss
 from midus.training.options import OptimizerOptions
 from midus.training.trainer import CptTrainer
@@ -69,6 +73,51 @@ def test_checkpointing_other_attention_and_cpus_are_not_graphed():
     assert "checkpointing" in why_not_graphed(OnGpu(model), BATCH)
     model.set_attn_implementation("eager")
     assert "'eager'" in why_not_graphed(OnGpu(model), BATCH)
+
+
+class NoMemory:
+    """A graph that cannot be captured, after it has begun to."""
+
+    def __init__(self, model, loss_of, batch):
+        loss_of(batch).backward()
+        model.zero_grad(set_to_none=True)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore of it")
+
+
+def test_a_capture_that_fails_leaves_training_eager_with_one_sentence(monkeypatch):
+    trainer = SimpleNamespace(
+        cuda_graphs=True,
+        _why_not=lambda *_: "",
+        compute_loss=lambda *_, **__: torch.ones(1, requires_grad=True).sum(),
+        compute_loss_context_manager=contextlib.nullcontext,
+    )
+    monkeypatch.setattr(graphed_trainer, "GraphedStep", NoMemory)
+    reason = r"the step failed \(OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\) \("
+    with pytest.warns(UserWarning, match=reason):
+        graph = GraphedStepsMixin._capture(trainer, grown(), {"num_items_in_batch": None})
+    assert graph is None
+    assert not trainer.cuda_graphs
+
+
+def test_gradients_are_there_again_after_a_capture_that_failed(monkeypatch):
+    model = grown()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    ids = prompt_ids(2)
+    model(ids, labels=ids).loss.backward()
+    before = [p.grad.clone() for p in trained]
+
+    def fail(self, loss_of, stream):
+        for parameter in trained:
+            parameter.grad = None
+        raise RuntimeError("no graph")
+
+    monkeypatch.setattr(GraphedStep, "_warm_up", fail)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    with pytest.raises(RuntimeError, match="no graph"):
+        GraphedStep(model, lambda batch: model(**batch).loss, {"input_ids": ids, "labels": ids})
+    for parameter, gradient in zip(trained, before, strict=True):
+        assert torch.equal(parameter.grad, gradient)
 
 
 # --- on a GPU

@@ -17,7 +17,7 @@ from midus.models.fused_base import fuse_blocks
 from midus.studies.scoring import computing
 from midus.training.arguments import make_arguments
 from midus.training.controls import causal_lm
-from midus.training.graphed import GraphedStep, why_not_graphed
+from midus.training.graphed import GraphedStep, why_failed, why_not_graphed
 from midus.training.key_start import NUM_TOKENS, start_keys_from_queries
 from midus.training.loss import use_chunked_loss
 from midus.training.optim import constant_memory_schedule, make_clipping, parameter_groups
@@ -104,8 +104,11 @@ class Loop:
             ids = self.sequences[micro].long()
             # A graph takes its memory after the optimizer has taken its own.
             if self._is_to_be_graphed and self.optimizer.state:
-                self._step = graphed_step(self.model, self._loss_of, ids)
                 self._is_to_be_graphed = False
+                try:
+                    self._step = graphed_step(self.model, self._loss_of, ids)
+                except RuntimeError as error:
+                    self.why_not_graphed = why_failed(error)
             self.loss += self._step(ids)
         if before_update is not None:
             before_update()

@@ -123,7 +123,6 @@ class TrialRun:
             "tokens": loop.num_steps * a_step,
             "trainable": count_trainable(model),
             "parameters": _count(model),
-            "graphed": not loop.why_not_graphed,
         }
         while loop.done < loop.num_steps:
             if deadline.is_past():
@@ -135,6 +134,8 @@ class TrialRun:
             loop.step(norms.take if norms and is_point else None)
             watch.count(a_step)
             pace.step()
+            # Known after the first steps: a capture can fail.
+            row["graphed"] = not loop.why_not_graphed
             if (is_point or loop.done % _LOOK == 0) and not math.isfinite(loop.loss.item()):
                 row |= {"status": "diverged", "step": loop.done, "curve": curve}
                 return model, row
@@ -142,6 +143,7 @@ class TrialRun:
                 with watch.paused():
                     curve.append(self._point(loop, trial, curve, norms))
         watch.stop()
+        self._tell_once(loop.why_not_graphed)
         row |= {"tokens_per_second": watch.rate(), "peak_gb": _peak_gb(device), "curve": curve}
         row |= self._scores(model, trial)
         row |= {"measures": self._measures(model, trial)}

@@ -27,6 +27,10 @@ class GraphedStep:
         model: A causal language model in training mode for which `why_not_graphed` is empty.
         loss_of: The loss of a batch by the model, ready for ``backward``.
         example: A batch; later ones have the same names, shapes and types.
+
+    Raises:
+        RuntimeError: It could not be captured, for want of memory or otherwise; the gradients are
+            as they were.
     """
 
     def __init__(self, model: Any, loss_of: Callable[[Batch], Tensor], example: Batch) -> None:
@@ -35,18 +39,30 @@ class GraphedStep:
         self._batch = {name: tensor.clone() for name, tensor in example.items()}
         before = [parameter.grad for parameter in self._trained]
         device = next(iter(example.values())).device
-        with causal_attention(model), torch.cuda.device(device):
-            stream = torch.cuda.Stream(device)
-            self._warm_up(loss_of, stream)
-            self._grads = [torch.zeros_like(parameter) for parameter in self._trained]
-            for parameter, grad, old in zip(self._trained, self._grads, before, strict=True):
-                parameter.grad = grad
-                if old is not None:
-                    grad.copy_(old)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=stream):
-                self._loss = loss_of(self._batch)
-                self._loss.backward()
+        try:
+            with causal_attention(model), torch.cuda.device(device):
+                self._capture(loss_of, torch.cuda.Stream(device), before)
+        except RuntimeError:
+            for parameter, old in zip(self._trained, before, strict=True):
+                parameter.grad = old
+            raise
+
+    def _capture(
+        self,
+        loss_of: Callable[[Batch], Tensor],
+        stream: torch.cuda.Stream,
+        before: list[Tensor | None],
+    ) -> None:
+        self._warm_up(loss_of, stream)
+        self._grads = [torch.zeros_like(parameter) for parameter in self._trained]
+        for parameter, grad, old in zip(self._trained, self._grads, before, strict=True):
+            parameter.grad = grad
+            if old is not None:
+                grad.copy_(old)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=stream):
+            self._loss = loss_of(self._batch)
+            self._loss.backward()
 
     def is_current(self) -> bool:
         """Whether the model's weights are where they were and train as they did."""
@@ -108,6 +124,12 @@ def why_not_graphed(model: Any, names: Iterable[str]) -> str:
     if not all(is_llama_like(model.config, attention) for attention in attentions):
         return "some of its blocks attend otherwise than Llama's"
     return ""
+
+
+def why_failed(error: RuntimeError) -> str:
+    """A failed capture as the reason that `why_not_graphed` could not know."""
+    first = str(error).strip().partition("\n")[0]
+    return f"capturing the step failed ({type(error).__name__}: {first})"
 
 
 def _places(model: Any) -> list[tuple[int, bool]]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from midus.training.graphed import Batch, GraphedStep, why_not_graphed
+from midus.training.graphed import Batch, GraphedStep, why_failed, why_not_graphed
 
 
 class GraphedStepsMixin:
@@ -38,15 +38,6 @@ class GraphedStepsMixin:
         return loss
 
     def _capture(self: Any, model: Any, batch: Batch) -> GraphedStep | None:
-        reason = self._why_not(model, batch)
-        if reason:
-            warnings.warn(
-                f"training without CUDA graphs: {reason} (cuda_graphs: false ends this warning)",
-                stacklevel=2,
-            )
-            self.cuda_graphs = False
-            return None
-
         def loss_of(batch: Batch) -> Tensor:
             with self.compute_loss_context_manager():
                 inputs = {k: v for k, v in batch.items() if k != "num_items_in_batch"}
@@ -55,8 +46,19 @@ class GraphedStepsMixin:
                 )
                 return loss
 
-        model.train()
-        return GraphedStep(model, loss_of, batch)
+        reason = self._why_not(model, batch)
+        if not reason:
+            model.train()
+            try:
+                return GraphedStep(model, loss_of, batch)
+            except RuntimeError as error:
+                reason = why_failed(error)
+        warnings.warn(
+            f"training without CUDA graphs: {reason} (cuda_graphs: false ends this warning)",
+            stacklevel=2,
+        )
+        self.cuda_graphs = False
+        return None
 
     def _why_not(self: Any, model: Any, batch: Batch) -> str:
         if self.args.world_size > 1 or self.args.n_gpu > 1:
