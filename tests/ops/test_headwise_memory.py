@@ -14,7 +14,7 @@ from triton_on_cpu import DEVICE, HAS_CUDA
 
 from midus import MidusError
 from midus.ops import headwise_memory, headwise_memory_cached
-from midus.ops.headwise_memory import kernels
+from midus.ops.headwise_memory import forward_kernels
 
 NAMES = Layer._fields
 SHAPES = [
@@ -213,9 +213,11 @@ def test_the_cached_kernel_refuses_a_gradient():
 
 def test_nothing_is_saved_without_gradients(monkeypatch):
     saved = []
-    real = kernels.headwise_memory_forward
+    real = forward_kernels.headwise_memory_forward
     monkeypatch.setattr(
-        kernels, "headwise_memory_forward", lambda *args: saved.append(args[-1]) or real(*args)
+        forward_kernels,
+        "headwise_memory_forward",
+        lambda *args: saved.append(args[-1]) or real(*args),
     )
     layer = [tensor.requires_grad_() for tensor in random_layer(SMALL)]
     with torch.no_grad():
@@ -326,9 +328,9 @@ def test_backends_are_chosen_by_device_and_type(monkeypatch):
     from midus.ops import dispatch
 
     calls = []
-    real = kernels.headwise_memory_forward
+    real = forward_kernels.headwise_memory_forward
     monkeypatch.setattr(
-        kernels, "headwise_memory_forward", lambda *args: calls.append(1) or real(*args)
+        forward_kernels, "headwise_memory_forward", lambda *args: calls.append(1) or real(*args)
     )
     layer = random_layer(SMALL)
     headwise_memory(*layer, 3)

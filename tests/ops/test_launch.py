@@ -96,16 +96,16 @@ def test_constants_that_are_kept_are_told_apart_by_which_they_are(kernel):
 
 def test_kernels_of_the_same_sizes_are_looked_up_not_made():
     # Else every call would compile, and what is remembered would grow.
-    from midus.ops.headwise_memory import kernels as hml
+    from midus.ops.headwise_memory import backward_kernels, forward_kernels
     from midus.ops.rotary import kernels as rotary
     from midus.ops.token_step import attention_kernels, product_kernels
 
     device = torch.device("cpu")
     for make, sizes in (
         (rotary._constants, (4, 2, 8, False)),
-        (hml._forward_constants, (4, 8, 4, 8, 8, 2, False, True, 16)),
-        (hml._cached_constants, (4, 8, 4, 8, 2, False, 16)),
-        (hml._backward_constants, (4, 8, 4, 8, 8, 2, torch.float32)),
+        (forward_kernels._forward_constants, (4, 8, 4, 8, 8, 2, False, True, 16)),
+        (forward_kernels._cached_constants, (4, 8, 4, 8, 2, False, 16)),
+        (backward_kernels._backward_constants, (4, 8, 4, 8, 8, 2, torch.float32)),
         (product_kernels._project_constants, (32, 4, 2, 8, False, True, device)),
         (attention_kernels._read_constants, (4, 8, 4, 8, 2, False, True, 8, device)),
     ):

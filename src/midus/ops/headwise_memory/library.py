@@ -29,19 +29,19 @@ torch.library.define(
 
 # Triton is imported at the first call: it is slow to import, and absent on some machines.
 def run_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from midus.ops.headwise_memory.kernels import headwise_memory_forward
+    from midus.ops.headwise_memory.forward_kernels import headwise_memory_forward
 
     return headwise_memory_forward(*args)
 
 
 def run_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from midus.ops.headwise_memory.kernels import headwise_memory_backward
+    from midus.ops.headwise_memory.backward_kernels import headwise_memory_backward
 
     return headwise_memory_backward(*args)
 
 
 def run_cached(*args: Any) -> Tensor:
-    from midus.ops.headwise_memory.kernels import headwise_memory_cached_forward
+    from midus.ops.headwise_memory.forward_kernels import headwise_memory_cached_forward
 
     return headwise_memory_cached_forward(*args)
 

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from midus.ops.blocks import power_of_two
-from midus.ops.headwise_memory.kernels import gather, softmax
+from midus.ops.headwise_memory.forward_kernels import gather, softmax
 from midus.ops.launch import Constants, launch
-from midus.ops.product_key_topk.kernels import cartesian_topk, search_blocks, two_stage_topk
+from midus.ops.product_key_topk.search import cartesian_topk, search_blocks, two_stage_topk
 from midus.ops.token_step.early import begin, early
 
 # Programs that attention is cut into: for caches up to so many slots, and for longer ones.
