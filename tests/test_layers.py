@@ -8,10 +8,11 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "midus"
 
 # What each part of the package may import of ours, besides itself.
-LEAVES = {"config", "errors", "reports"}
+LEAVES = {"config", "errors", "plot_style", "reports"}
 ARROWS = {
     "config": {"errors"},
     "errors": set(),
+    "plot_style": set(),
     "reports": set(),
     "registration": {"models"},
     "ops": LEAVES,
@@ -25,7 +26,7 @@ ARROWS = {
     "serving": {"upscaling", "models", *LEAVES},
     "training": {"data", "upscaling", "models", "memory", "ops", *LEAVES},
     "efficiency": {"training", "upscaling", "models", "memory", "ops", *LEAVES},
-    "studies": {"data", "training", "upscaling", "models", "memory", *LEAVES},
+    "studies": {"data", "evaluation", "training", "upscaling", "models", "memory", *LEAVES},
     "cli": {
         "data",
         "training",

@@ -4,20 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from midus.analysis.slots import BlockSlots, SlotsReport
+from midus.plot_style import DARK, LIGHT, STYLE, WARM
 
-_STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-}
-_DARK, _LIGHT, _WARM = "#31688e", "#9cc3d9", "#c8553d"
 _NUM_CURVES = 5
 
 
@@ -32,7 +20,7 @@ def plot_slots(report: SlotsReport, path: Path, title: str) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(13.5, 7.4), layout="constrained")
         axes = figure.subplots(2, 3)
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
@@ -47,13 +35,13 @@ def plot_slots(report: SlotsReport, path: Path, title: str) -> None:
 
 def _plot_use(axes: Any, blocks: list[BlockSlots]) -> None:
     places = _block_axis(axes, blocks)
-    axes.bar(places, [100 * b.used for b in blocks], color=_LIGHT, label="slots used")
+    axes.bar(places, [100 * b.used for b in blocks], color=LIGHT, label="slots used")
     marks = {"marker": "o", "markersize": 4, "linewidth": 1.3}
     axes.plot(
-        places, [100 * b.entropy for b in blocks], color=_DARK, label="entropy of choices", **marks
+        places, [100 * b.entropy for b in blocks], color=DARK, label="entropy of choices", **marks
     )
     weighted = [100 * b.weighted_entropy for b in blocks]
-    axes.plot(places, weighted, color=_WARM, label="weighted entropy", **marks)
+    axes.plot(places, weighted, color=WARM, label="weighted entropy", **marks)
     axes.set(ylim=(0, 118), yticks=range(0, 101, 20), ylabel="% of the largest possible")
     axes.set_title("Use of slots")
     axes.legend(loc="upper left", ncols=3, fontsize=8, columnspacing=1.0, handlelength=1.4)
@@ -74,9 +62,9 @@ def _plot_ranks(axes: Any, blocks: list[BlockSlots]) -> None:
 def _plot_corrections(axes: Any, report: SlotsReport) -> None:
     blocks = report.blocks
     ratios = [100 * b.correction_ratio for b in blocks]
-    bars = axes.bar(_block_axis(axes, blocks), ratios, color=_DARK)
+    bars = axes.bar(_block_axis(axes, blocks), ratios, color=DARK)
     chosen = bars[blocks.index(report.busiest_block)]
-    chosen.set(color=_WARM, label=f"block {report.busiest['block']}, whose slots are described")
+    chosen.set(color=WARM, label=f"block {report.busiest['block']}, whose slots are described")
     _leave_room(axes, ratios)
     axes.set_ylabel("mean ‖correction‖ / ‖x‖, %")
     axes.set_title("Size of the corrections")
@@ -87,8 +75,8 @@ def _plot_mean_overlap(axes: Any, blocks: list[BlockSlots]) -> None:
     places = _block_axis(axes, blocks)
     drawn: list[float] = []
     for name, label, colour in (
-        ("jaccard", "Jaccard of used slots", _DARK),
-        ("cosine", "cosine of use", _WARM),
+        ("jaccard", "Jaccard of used slots", DARK),
+        ("cosine", "cosine of use", WARM),
     ):
         if blocks[0].num_heads == 1:  # nothing to overlap with
             continue

@@ -3,20 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-_STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-}
-_SHARED, _HIVE, _HEADWISE, _QUIET = "#c8553d", "#31688e", "#35895b", "#8a8f98"
+from midus.plot_style import DARK, STYLE, WARM
+
+_SHARED, _HIVE, _HEADWISE, _QUIET = WARM, DARK, "#35895b", "#8a8f98"
 
 
 def plot_theorem(values: dict[str, Any], path: Path) -> None:
@@ -31,7 +20,7 @@ def plot_theorem(values: dict[str, Any], path: Path) -> None:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     model = values["model_check"]
-    with rc_context(_STYLE):
+    with rc_context({**STYLE, "legend.fontsize": 8.5}):
         rows = 2 if model else 1
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
         figure = Figure(figsize=(11.5, 4.1 * rows), layout=layout)

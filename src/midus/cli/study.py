@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from midus.cli.study_scaling import scaling
+
 study = typer.Typer(
     help="Compare methods by many short trainings that differ in nothing else.",
     no_args_is_help=True,
@@ -83,6 +85,9 @@ def report(
     console.out.print(f"\nwritten    {folder / REPORT_NAME}")
     if not has_plots:
         console.out.print("pictures   none, because matplotlib is not installed")
+
+
+study.command()(scaling)
 
 
 def _print_trials(options: Any) -> None:

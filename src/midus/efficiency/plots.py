@@ -4,23 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from midus.efficiency.ratios import difference_of, find_row, value_of
+from midus.plot_style import DARK, GREY, LIGHT, STYLE, WARM
 
 Row = dict[str, Any]
 
-_STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-}
 _DECODERS = {"decode_compiled_tok_s": "-", "decode_eager_tok_s": "--"}
-_BASE, _COPY, _MEMORY, _HML = "#9a9a9a", "#9cc3d9", "#31688e", "#c8553d"
+_BASE, _COPY, _MEMORY, _HML = GREY, LIGHT, DARK, WARM
 
 
 def plot_efficiency(rows: list[Row], path: Path, title: str) -> None:
@@ -183,7 +172,7 @@ class _figure:
         from matplotlib.figure import Figure
 
         self._path = path
-        self._style = rc_context(_STYLE)
+        self._style = rc_context(STYLE)
         self._style.__enter__()
         self._figure = Figure(figsize=(size[0] * num_panels, size[1]), layout="constrained")
         self._axes = self._figure.subplots(1, num_panels, squeeze=False)[0]

@@ -40,6 +40,38 @@ class MethodOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """Benchmark tasks of the base and of every final model, as `midus eval` measures them."""
+
+    suite: str | None = None
+    """One of `midus eval`: wikitext, general, math, retrieval or longbench."""
+    names: list[str] = field(default_factory=list)
+    """Some of the suite's tasks, or any of the harness's without one; default: all of the suite."""
+    data: str | None = None
+    """Folder of local files, as --data-dir has them; default: the hub is read."""
+    limit: int | None = None
+    """Examples of each task, the first ones; default: all."""
+    batch_size: int = 16
+    """Rows of a batch; halved while memory does not hold it."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name in ("suite", "data"):
+            if not isinstance(getattr(self, name), str | None):
+                raise MidusError(f"tasks.{name}={getattr(self, name)!r} must be a text")
+        if not isinstance(self.names, list) or not all(isinstance(n, str) for n in self.names):
+            raise MidusError(f"tasks.names={self.names!r} must be a list, such as [piqa]")
+        if self.suite is None and not self.names:
+            raise MidusError("tasks names nothing to measure; give suite, names or both")
+        if self.limit is not None and (type(self.limit) is not int or self.limit < 1):
+            raise MidusError(f"tasks.limit={self.limit!r} must be a positive whole number or null")
+        if type(self.batch_size) is not int or self.batch_size < 1:
+            raise MidusError(
+                f"tasks.batch_size={self.batch_size!r} must be a positive whole number"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class StudyOptions:
     """One run of `midus study`."""
 
@@ -63,6 +95,8 @@ class StudyOptions:
     """How often validation loss is taken: after all tokens, half of them, a quarter, and so on."""
     measure: list[str] = field(default_factory=list)
     """What else is measured: slots (their use), gradients (norms a part), rank (of V W_h)."""
+    tasks: TaskOptions | None = None
+    """Benchmark tasks of the untouched base and of every final seed's model; default: none."""
     eval_batch_size: int = 16
     """Sequences of one forward pass in evaluation."""
 
@@ -86,6 +120,8 @@ class StudyOptions:
         for name in self.measure:
             if name not in MEASURES:
                 raise MidusError(f"measure={name!r} is unknown; choose from {', '.join(MEASURES)}")
+        if self.tasks and not self.final_seeds:
+            raise MidusError("tasks are measured of final models; give final_seeds")
         _check_search("search", self.search)
         for name, method in self.methods.items():
             if method.keep and not self.final_seeds:

@@ -4,21 +4,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from midus.plot_style import STYLE
 from midus.studies.report import Line, StudyReport
 
 CURVES_NAME, PARAMETERS_NAME = "curves.png", "parameters.png"
-_STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-}
 
 
 def plot_study(report: StudyReport, out: Path) -> list[str]:
@@ -28,14 +17,14 @@ def plot_study(report: StudyReport, out: Path) -> list[str]:
     trained = [line for line in report.lines if line.choice and any(_curve(line))]
     if not trained:
         return []
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         _plot_curves(trained, out / CURVES_NAME, report.study.name)
         _plot_parameters(report.lines, out / PARAMETERS_NAME, report.study.name)
     return [CURVES_NAME, PARAMETERS_NAME]
 
 
 def _plot_curves(lines: list[Line], path: Path, title: str) -> None:
-    figure, axes = _figure((6.4, 4.2), title)
+    figure, axes = make_figure((6.4, 4.2), title)
     for number, line in enumerate(lines):
         points = _curve(line)
         axes.plot(
@@ -54,7 +43,7 @@ def _plot_curves(lines: list[Line], path: Path, title: str) -> None:
 
 
 def _plot_parameters(lines: list[Line], path: Path, title: str) -> None:
-    figure, axes = _figure((6.4, 4.2), title)
+    figure, axes = make_figure((6.4, 4.2), title)
     for number, line in enumerate(lines):
         values = line.values(lambda row: row["test"]["perplexity"])
         mean, params = statistics.mean(values), line.rows[0]["trainable"]
@@ -91,7 +80,8 @@ def _curve(line: Line) -> list[tuple[int, float]]:
     return [(t, statistics.mean(curve[t] for curve in curves)) for t in sorted(common)]
 
 
-def _figure(size: tuple[float, float], title: str) -> tuple[Any, Any]:
+def make_figure(size: tuple[float, float], title: str) -> tuple[Any, Any]:
+    """A figure with a title and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")

@@ -15,6 +15,7 @@ from midus.studies.results import Row, is_done, read_results
 from midus.studies.trials import base_key
 
 REPORT_NAME = "report.md"
+Pick = Callable[[Row], float | None]
 # Beside a speed whose steps were launched kernel by kernel.
 _EAGER = "†"
 
@@ -31,7 +32,7 @@ class Line:
     num_seeds: int = 1
     """Trials there were, those that failed included."""
 
-    def values(self, pick: Callable[[Row], float | None]) -> list[float]:
+    def values(self, pick: Pick) -> list[float]:
         """A figure of every seed that has it."""
         found = [pick(row) for row in self.rows]
         return [value for value in found if value is not None]
@@ -84,7 +85,9 @@ def to_markdown(report: StudyReport, figures: list[str]) -> str:
     """The page: the table, what it leaves out, pictures, and every trial."""
     study = report.study
     parts = [f"# {study.name}", _preface(report)]
-    parts.append(_table(_columns(study), [_cells(line, study) for line in report.lines]))
+    tasks = _task_columns(_shown_tasks(report))
+    cells = [_cells(line, study, tasks) for line in report.lines]
+    parts.append(_table(_columns(study, tasks), cells))
     edges = [
         f"- {line.label}: the best {', '.join(line.choice.at_edge)} is the smallest or largest "
         "that was tried; a wider search may find a better one."
@@ -92,6 +95,7 @@ def to_markdown(report: StudyReport, figures: list[str]) -> str:
         if line.choice and line.choice.at_edge
     ]
     missing = [f"- {name}: {why}." for name, why in report.missing.items()]
+    missing += _missing_tasks(report)
     if edges or missing:
         parts.append("\n".join(edges + missing))
     if any(map(_is_eager, [*report.trials, *(row for line in report.lines for row in line.rows)])):
@@ -110,8 +114,8 @@ def _preface(report: StudyReport) -> str:
     commits = ", ".join(sorted({str(row["conditions"]["commit"]) for row in rows}))
     return (
         "Settings are chosen by validation loss and reported on test, the mean over the seeds that "
-        f"the table counts ± their standard deviation. {_equality(study)} On {machines}; commit "
-        f"{commits}."
+        f"the table counts ± their standard deviation. {_equality(study)}{_about_tasks(study)} On "
+        f"{machines}; commit {commits}."
     )
 
 
@@ -127,7 +131,15 @@ def _equality(study: StudyOptions) -> str:
     return f"{same}; methods differ in how many they try, which favours those with more."
 
 
-def _columns(study: StudyOptions) -> list[str]:
+def _about_tasks(study: StudyOptions) -> str:
+    if study.tasks is None:
+        return ""
+    limit = study.tasks.limit
+    much = "all examples of each" if limit is None else f"at most the first {limit:,} of each"
+    return f" Tasks are those of lm-evaluation-harness, {much}."
+
+
+def _columns(study: StudyOptions, tasks: dict[str, Pick]) -> list[str]:
     return [
         "method",
         "trained, M",
@@ -137,12 +149,13 @@ def _columns(study: StudyOptions) -> list[str]:
         "validation ppl",
         "test ppl",
         *(f"{name}, ppl a word" for name in study.texts),
+        *tasks,
         "tokens/s",
         "GB",
     ]
 
 
-def _cells(line: Line, study: StudyOptions) -> list[str]:
+def _cells(line: Line, study: StudyOptions, tasks: dict[str, Pick]) -> list[str]:
     choice, rows = line.choice, line.rows
     trials = "-"
     if choice:
@@ -157,6 +170,7 @@ def _cells(line: Line, study: StudyOptions) -> list[str]:
         spread(line.values(_validation), 3),
         spread(line.values(_test), 3),
         *(spread(line.values(_of_text(name)), 2) for name in study.texts),
+        *(_of_every_seed(line, pick) for pick in tasks.values()),
         _speed(rows),
         spread([max(line.values(_peak))] if line.values(_peak) else [], 1),
     ]
@@ -213,12 +227,62 @@ def _peak(row: Row) -> float | None:
     return value
 
 
-def _of_text(name: str) -> Callable[[Row], float | None]:
+def _of_text(name: str) -> Pick:
     def pick(row: Row) -> float | None:
         value: float | None = row["texts"].get(name, {}).get("word_perplexity")
         return value
 
     return pick
+
+
+def _shown_tasks(report: StudyReport) -> Row:
+    """A row with the tasks the table shows: the base's, which is measured anew for other tasks."""
+    rows = [row for line in reversed(report.lines) for row in line.rows if row.get("tasks")]
+    return rows[0] if report.study.tasks and rows else {}
+
+
+def _task_columns(shown: Row) -> dict[str, Pick]:
+    """By heading: a column a task, and their mean; nothing without tasks."""
+    columns: dict[str, Pick] = {}
+    has_shares = False
+    for name, scores in shown.get("tasks", {}).items():
+        metric = next(key for key in scores if key not in ("stderr", "n", "error"))
+        is_share = "perplexity" not in metric and metric != "bits_per_byte"
+        heading = f"{name}, {metric} %" if is_share else f"{name}, {metric}"
+        columns[heading] = _of_task(shown, name, metric, 100 if is_share else 1)
+        has_shares = has_shares or is_share
+    if has_shares:
+        columns["tasks, mean %"] = _of_task(shown, None, "tasks_mean", 100)
+    return columns
+
+
+def _of_task(shown: Row, name: str | None, metric: str, scale: int) -> Pick:
+    def pick(row: Row) -> float | None:
+        if row.get("tasks_of") != shown["tasks_of"]:
+            return None
+        value = (row["tasks"][name] if name else row)[metric]
+        return None if value is None else scale * value
+
+    return pick
+
+
+def _of_every_seed(line: Line, pick: Pick) -> str:
+    """A spread over all seeds; nothing where one has no figure, as others may be the lucky ones."""
+    values = line.values(pick)
+    return spread(values if len(values) == len(line.rows) else [], 2)
+
+
+def _missing_tasks(report: StudyReport) -> list[str]:
+    shown = _shown_tasks(report)
+    notes = []
+    for line in report.lines if shown else []:
+        found = [row for row in line.rows if row.get("tasks_of") == shown["tasks_of"]]
+        if lacking := len(line.rows) - len(found):
+            num = len(line.rows)
+            notes.append(f"- {line.label}: {lacking} of {num} seeds have no scores of these tasks.")
+        errors = {n: s["error"] for row in found for n, s in row["tasks"].items() if "error" in s}
+        notes += [f"- {line.label}: {name} failed ({why})." for name, why in errors.items()]
+    return notes
 
 
 def _perplexity(score: Any) -> float | None:

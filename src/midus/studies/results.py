@@ -1,7 +1,7 @@
 """Results of a study on disk: one JSON line a trial, each written whole and synced.
 
 Lines of several machines can be put into one file: a trial is known by its key. The first line of
-a key that is done counts; later ones say where its model is kept.
+a key that is done counts; later ones say where its model is kept and how it does on tasks.
 """
 
 import json
@@ -20,6 +20,8 @@ Row = dict[str, Any]
 _FIELDS = ["key", "identity", "method", "setting", "seed", "status", "options"]
 _FIELDS += ["hardware", "conditions"]
 _DONE_FIELDS = ["validation", "test", "texts", "trainable"]
+# What a later line of the same key may add.
+_ADDED = ("model", "tasks", "tasks_mean", "tasks_of")
 
 
 class NotWritten(MidusError):
@@ -96,4 +98,4 @@ def _together(first: Row | None, row: Row) -> Row:
     """Two lines of one key: what was chosen by stays as it was read then."""
     if first is None or not is_done(first):
         return row
-    return {**first, "model": row["model"]} if row.get("model") else first
+    return {**first, **{name: row[name] for name in _ADDED if name in row}}

@@ -13,6 +13,7 @@ from midus.studies.grid import final_trials, search_trials
 from midus.studies.material import Material
 from midus.studies.options import StudyOptions
 from midus.studies.results import NotWritten, Row, add_result, is_done, read_results
+from midus.studies.tasks import Tasks
 from midus.studies.timing import Deadline
 from midus.studies.trial import TrialRun, curve_steps
 from midus.studies.trials import Trial, base_key
@@ -59,10 +60,12 @@ def run_study(
     every = search_trials(study)
     chosen = _chosen(study, only)
     trials = [trial for trial in every if trial.method in chosen]
-    material = Material(*_sources(trials), study.texts)
+    model, tokens = _sources(trials)
+    tasks = Tasks(study.tasks, model) if study.tasks else None
+    material = Material(model, tokens, study.texts)
     check_trials(trials, material.base.config)
     with opened(out, study, material):
-        session = _Session(study, material, out, deadline, say, track)
+        session = _Session(study, material, out, deadline, say, track, tasks)
         session.read_base(every[0])
         if not session.run(trials):
             return Progress(session.ran, session.left(trials), is_out_of_time=True)
@@ -73,8 +76,8 @@ def run_study(
                 say(f"{method}: trials are missing or all have failed, so there is no final round")
                 continue
             finals += final_trials(study, method, choice.varied)
-        done = session.run(finals)
-        left = session.left(finals)
+        done = session.run(finals, are_final=True)
+        left = session.left(finals, are_final=True)
     if session.skipped:
         raise MidusError(
             f"{session.ran} trials ran and {len(session.skipped)} could not; the first of them is "
@@ -94,33 +97,38 @@ class _Session:
         deadline: Deadline,
         say: Callable[[str], None],
         track: Track,
+        tasks: Tasks | None,
     ) -> None:
         self._study, self._identity, self._out = study, material.identity, out
-        self._deadline, self._say = deadline, say
-        self._runner = TrialRun(study, material, out, say, track)
+        self._deadline, self._say, self._tasks = deadline, say, tasks
+        self._runner = TrialRun(study, material, out, say, track, tasks)
         self.ran = 0
         self.skipped: list[str] = []
         """What could not run, and why."""
 
     def read_base(self, like: Trial) -> None:
-        """The untouched base's row, once."""
-        if base_key(like.options, self._identity) not in read_results(self._out):
+        """The untouched base's row, once, and again where other tasks are asked for."""
+        found = read_results(self._out).get(base_key(like.options, self._identity))
+        if found is None or (is_done(found) and not self._has_these_tasks(found)):
             row = self._runner.untouched(like)
             add_result(self._out, row)
             self._say(f"the base as it came: {_said(row)}")
 
-    def run(self, trials: list[Trial]) -> bool:
+    def run(self, trials: list[Trial], are_final: bool = False) -> bool:
         """Runs what has not run; False where time was up before the end."""
-        self._tell_lacking(trials)
+        self._tell_lacking(trials, are_final)
         for number, trial in enumerate(trials, start=1):
-            if self._is_done(trial, read_results(self._out)):
+            rows = read_results(self._out)
+            if self._is_done(trial, rows, are_final):
                 continue
             if self._deadline.is_past():
                 return False
             name = f"{trial.method}, {trial.setting or 'as it is'}, seed {trial.seed}"
             self._say(f"{number} of {len(trials)}: {name}")
+            key = trial.key(self._identity)
+            with_tasks = are_final and not self._has_these_tasks(rows.get(key, {}))
             try:
-                row = self._runner.run(trial, trial.key(self._identity), self._deadline)
+                row = self._runner.run(trial, key, self._deadline, with_tasks)
             except NotWritten:
                 raise
             except MidusError as error:  # a missing package, say: the others can still run
@@ -133,23 +141,35 @@ class _Session:
             self._say(f"  {_said(row)}")
         return True
 
-    def left(self, trials: list[Trial]) -> int:
+    def left(self, trials: list[Trial], are_final: bool = False) -> int:
         """How many have no row yet."""
         rows = read_results(self._out)
-        return sum(not self._is_done(trial, rows) for trial in trials)
+        return sum(not self._is_done(trial, rows, are_final) for trial in trials)
 
-    def _is_done(self, trial: Trial, rows: dict[str, Row]) -> bool:
+    def _is_done(self, trial: Trial, rows: dict[str, Row], is_final: bool) -> bool:
         row = rows.get(trial.key(self._identity))
-        if row is None or not trial.keep or not is_done(row):
+        if row is None or not is_done(row):
             return row is not None
-        # It may have run in the search, where models are not kept.
-        return bool(row.get("model")) and (self._out / row["model"]).is_dir()
+        # It may have run in the search, where models are not kept and have no tasks.
+        if is_final and self._tasks and not row.get("tasks"):
+            return False
+        model = row.get("model")
+        return not trial.keep or (bool(model) and (self._out / str(model)).is_dir())
 
-    def _tell_lacking(self, trials: list[Trial]) -> None:
+    def _has_these_tasks(self, row: Row) -> bool:
+        return self._tasks is None or row.get("tasks_of") == self._tasks.identity
+
+    def _tell_lacking(self, trials: list[Trial], are_final: bool) -> None:
         """Rows that ended before something was asked for: nothing would measure it any more."""
         rows = read_results(self._out)
         found = [row for trial in trials if (row := rows.get(trial.key(self._identity)))]
-        lacking = [what for row in found if (what := lacks(row, self._study))]
+        tasks_of = self._tasks.identity if self._tasks and are_final else None
+        lacking = [what for row in found if (what := lacks(row, self._study, tasks_of))]
+        without = [row for row in found if is_done(row) and not row.get("tasks")]
+        if tasks_of and without:
+            self._say(
+                f"{len(without)} of {len(trials)} final trials ended without tasks and run again"
+            )
         if lacking:
             names = sorted({name for what in lacking for name in what})
             self._say(
@@ -158,14 +178,22 @@ class _Session:
             )
 
 
-def lacks(row: Row, study: StudyOptions) -> list[str]:
-    """What the study asks for and a row does not have."""
+def lacks(row: Row, study: StudyOptions, tasks_of: str | None = None) -> list[str]:
+    """What the study asks for and a row does not have, and will not get.
+
+    Args:
+        row: Of a trial.
+        study: What is asked for.
+        tasks_of: Which tasks, for a final trial; one without any runs again.
+    """
     if not is_done(row):
         return []
     missing = [name for name in study.measure if name not in row.get("measured", [])]
     points = {point["step"] for point in row["curve"]}
     if not points.issuperset(curve_steps(row["steps"], study.curve_points)):
         missing.append("points of the curve")
+    if tasks_of and row.get("tasks") and row["tasks_of"] != tasks_of:
+        missing.append("the tasks as they are asked for")
     return missing
 
 
@@ -208,6 +236,8 @@ def _said(row: Row) -> str:
         for name, scores in row["texts"].items()
         if scores["word_perplexity"] is not None
     ]
+    if row.get("tasks_mean") is not None:
+        words.append(f"tasks {100 * row['tasks_mean']:.2f} %")
     if row.get("tokens_per_second"):
         words.append(f"{row['tokens_per_second']:,.0f} tokens/s")
     if row.get("peak_gb"):

@@ -4,7 +4,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from midus.studies.measures import PartNorms, slot_usage, value_ranks
 from midus.studies.options import StudyOptions
 from midus.studies.results import Row, add_result, is_done
 from midus.studies.scoring import mean_loss, score, score_text
+from midus.studies.tasks import Tasks
 from midus.studies.timing import Deadline, Pace, Stopwatch
 from midus.studies.trials import UNTOUCHED, Trial, base_key
 from midus.studies.unfinished import drop_unfinished, load_unfinished, save_unfinished
@@ -35,6 +36,17 @@ Say = Callable[[str], None]
 _LOOK = 25
 
 
+@dataclass
+class _Trained:
+    """A training that has ended, or that the clock has stopped."""
+
+    loop: Loop
+    row: Row | None
+    """What became of it; None where time was up."""
+    facts: Row
+    """What it takes to go on, besides the loop."""
+
+
 class TrialRun:
     """Runs one trial.
 
@@ -44,35 +56,46 @@ class TrialRun:
         out: Folder of the study.
         say: Is told in a sentence what happens.
         track: Wraps loops in a progress bar.
+        tasks: What final models are measured on besides.
     """
 
     def __init__(
-        self, study: StudyOptions, material: Material, out: Path, say: Say, track: Track
+        self,
+        study: StudyOptions,
+        material: Material,
+        out: Path,
+        say: Say,
+        track: Track,
+        tasks: Tasks | None = None,
     ) -> None:
         self._study, self._material, self._out = study, material, out
-        self._say, self._track = say, track
+        self._say, self._track, self._tasks = say, track, tasks
         self._told: set[str] = set()
         keeps = any(method.keep for method in study.methods.values())
         # Before the first trial: a training must not be lost to a tokenizer that is not there.
         self._tokenizer = load_tokenizer(material.source) if keeps else None
 
-    def run(self, trial: Trial, key: str, deadline: Deadline) -> Row | None:
+    def run(
+        self, trial: Trial, key: str, deadline: Deadline, with_tasks: bool = False
+    ) -> Row | None:
         """Trains, and writes the trial's row; None where time was up before its end."""
         try:
-            return self._run(trial, key, deadline)
+            return self._run(trial, key, deadline, self._tasks if with_tasks else None)
         finally:
             _release(self._material.device)
 
-    def _run(self, trial: Trial, key: str, deadline: Deadline) -> Row | None:
+    def _run(self, trial: Trial, key: str, deadline: Deadline, tasks: Tasks | None) -> Row | None:
         began = time.perf_counter()
         device = self._material.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        model: Any = None
+        trained: _Trained | None = None
+        ended: Row | None = {"status": "out_of_memory"}
         try:
-            model, ended = self._train(trial, key, deadline)
+            trained = self._train(trial, key, deadline)
+            ended = trained.row
         except torch.OutOfMemoryError:
-            ended = {"status": "out_of_memory"}
+            pass
         if ended is None:
             return None
         row = {
@@ -84,8 +107,14 @@ class TrialRun:
         }
         # The figures first: they must not be lost to what keeps the model from being written.
         add_result(self._out, row)
-        if trial.keep and is_done(row):
-            self._keep(model, trial, row)
+        if trained and tasks and is_done(row):
+            scores = self._on_tasks(trained, tasks, trial, key, deadline)
+            if scores is None:
+                return None
+            row |= scores
+            add_result(self._out, row)
+        if trained and trial.keep and is_done(row):
+            self._keep(trained.loop.model, trial, row)
         drop_unfinished(self._out, key)
         return row
 
@@ -100,12 +129,15 @@ class TrialRun:
         row = self._facts(replace(trial, method=UNTOUCHED, varied={}, options=options), key)
         row |= {"trainable": 0, "parameters": _count(model)}
         row |= self._scores(model, trial) | {"hardware": hardware(), "conditions": conditions()}
+        if self._tasks and is_done(row):
+            results: Row = {}
+            self._tasks.measure(model, options, results, self._say)
+            row |= self._tasks.scores(results)
         del model
         _release(self._material.device)
         return row
 
-    def _train(self, trial: Trial, key: str, deadline: Deadline) -> tuple[Any, Row | None]:
-        """The model, and what became of it; None where time was up."""
+    def _train(self, trial: Trial, key: str, deadline: Deadline) -> _Trained:
         options, study, device = trial.options, self._study, self._material.device
         model = self._material.start(options, self._track)
         sequences = self._material.sequences("train", options.data.seq_len, options.data.max_tokens)
@@ -129,7 +161,7 @@ class TrialRun:
                 watch.stop()
                 facts = {"tokens": watch.tokens, "seconds": watch.seconds, "curve": curve}
                 save_unfinished(self._out, key, loop, facts)
-                return model, None
+                return _Trained(loop, None, facts)
             is_point = loop.done + 1 in points
             loop.step(norms.take if norms and is_point else None)
             watch.count(a_step)
@@ -138,7 +170,7 @@ class TrialRun:
             row["graphed"] = not loop.why_not_graphed
             if (is_point or loop.done % _LOOK == 0) and not math.isfinite(loop.loss.item()):
                 row |= {"status": "diverged", "step": loop.done, "curve": curve}
-                return model, row
+                return _Trained(loop, row, {})
             if is_point:
                 with watch.paused():
                     curve.append(self._point(loop, trial, curve, norms))
@@ -147,7 +179,21 @@ class TrialRun:
         row |= {"tokens_per_second": watch.rate(), "peak_gb": _peak_gb(device), "curve": curve}
         row |= self._scores(model, trial)
         row |= {"measures": self._measures(model, trial)}
-        return model, row
+        facts = {"tokens": watch.tokens, "seconds": watch.seconds, "curve": curve}
+        return _Trained(loop, row, {**facts, "tasks": earlier.get("tasks", {})})
+
+    def _on_tasks(
+        self, trained: _Trained, tasks: Tasks, trial: Trial, key: str, deadline: Deadline
+    ) -> Row | None:
+        """Its scores; None where time was up, and what it has so far is kept with its state."""
+        before = trained.facts["tasks"]
+        results = before.get("results", {}) if before.get("of") == tasks.identity else {}
+        model = trained.loop.model
+        if not tasks.measure(model, trial.options, results, self._say, deadline.is_past):
+            facts = {**trained.facts, "tasks": {"of": tasks.identity, "results": results}}
+            save_unfinished(self._out, key, trained.loop, facts)
+            return None
+        return tasks.scores(results)
 
     def _point(self, loop: Loop, trial: Trial, curve: list[Row], norms: PartNorms | None) -> Row:
         options = trial.options
