@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from midus import MemoryConfig, UpscaleConfig, upscale
+from midus.config import BYPASSES
 from midus.models import FAMILIES
 
 # Largest difference allowed between two ways to compute the same thing, relative to the largest
@@ -47,7 +48,7 @@ def fill_tables(model, scale: float = 1.0, seed: int = 1):
     """Gives tables, and bypasses, which start at zero too, random values: memory blocks speak."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if name.endswith(("latent_values", "values.values", "attention_bypass.weight")):
+        if name.endswith(("latent_values", "values.values", "bypass.weight")):
             values = torch.randn(parameter.shape, generator=generator) * scale
             parameter.data.copy_(values.to(parameter.dtype))
     return model
@@ -100,3 +101,5 @@ def load(folder, **options):
 
 
 every_family = pytest.mark.parametrize("family", list(FAMILIES))
+both_bypasses = pytest.mark.parametrize("bypass", ["attention", "stream"])
+every_bypass = pytest.mark.parametrize("bypass", BYPASSES)

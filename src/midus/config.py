@@ -14,6 +14,7 @@ from midus.errors import MidusError
 
 QUERY_NORMS = ("none", "batch", "layer")
 VALUE_KINDS = ("hive", "shared", "independent")
+BYPASSES = ("none", "attention", "stream")
 KEY_INITS = ("uniform", "normal")
 VALUE_PROJ_INITS = ("normal", "identity")
 # Far beyond any use, and small enough that no product of sizes overflows.
@@ -74,9 +75,9 @@ class MemoryConfig:
     """Project what the memory reads into queries; default: all but hml."""
     memory_output_proj: bool = False
     """Add a linear map after the memory, started as the identity (beyond the paper)."""
-    attention_bypass: bool = False
-    """Add the attention to the output through a linear map started at zero, beside the memory
-    (beyond the paper)."""
+    bypass: str = "none"
+    """A linear map beside the memory, started at zero: none, attention (of what attention found) or
+    stream (of what attention reads); beyond the paper."""
     key_init: str = "uniform"
     """Start of the sub-keys: uniform in ±1/sqrt(width) or normal with std 1/sqrt(width)."""
     value_proj_init: str = "normal"
@@ -105,12 +106,11 @@ class MemoryConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, self.kind != "hml")
         _one_of("query_norm", self.query_norm, QUERY_NORMS)
+        _one_of("bypass", self.bypass, BYPASSES)
         _one_of("key_init", self.key_init, KEY_INITS)
         _one_of("value_proj_init", self.value_proj_init, VALUE_PROJ_INITS)
         for name in ("key_scale", "value_proj_scale"):
             _scale(name, getattr(self, name))
-        if not isinstance(self.attention_bypass, bool):
-            raise MidusError(f"attention_bypass={self.attention_bypass!r} must be True or False")
 
     def _refuse_unused(self) -> None:
         """Refuses options that this memory layer would ignore."""

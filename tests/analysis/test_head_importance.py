@@ -101,7 +101,8 @@ VARIANTS = {
     "kept output projection": MemoryConfig(num_subkeys=8, attn_output_proj=True),
     "residual": MemoryConfig(num_subkeys=8, attention_residual=True, query_norm="layer"),
     "pkm": MemoryConfig(kind="pkm", num_subkeys=8),
-    "bypass": MemoryConfig(num_subkeys=8, attention_bypass=True),
+    "bypass of attention": MemoryConfig(num_subkeys=8, bypass="attention"),
+    "bypass of the stream": MemoryConfig(num_subkeys=8, bypass="stream"),
 }
 
 

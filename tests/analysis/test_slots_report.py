@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tiny import VOCAB, every_family, fill_tables, grown, prompt_ids, tiny_base
+from tiny import VOCAB, both_bypasses, every_family, fill_tables, grown, prompt_ids, tiny_base
 
 from midus import MemoryConfig, UpscaleConfig, upscale
 from midus.analysis import slot_values
@@ -322,8 +322,9 @@ def test_correction_ratio_is_the_mean_over_tokens():
         assert block.correction_ratio == pytest.approx(ratios.mean().item(), rel=1e-4)
 
 
-def test_a_bypass_is_no_part_of_the_correction():
-    memory = MemoryConfig(num_subkeys=8, attention_bypass=True)
+@both_bypasses
+def test_a_bypass_is_no_part_of_the_correction(bypass):
+    memory = MemoryConfig(num_subkeys=8, bypass=bypass)
     model, ids = grown(memory=memory), text()
     for block in analyze_slots(model, Words(), ids, window=24).blocks:
         seen = choices(model, block.index, ids)

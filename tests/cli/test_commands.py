@@ -68,7 +68,7 @@ def test_upscale_json_and_options(midus, base, tmp_path):
     result = midus(
         "upscale", base, tmp_path / "out", *SMALL, "--positions", "0,3", "--top-k", 2,
         "--latent-dim", 5, "--query-norm", "layer", "--attention-residual", "--attn-output-proj",
-        "--memory-output-proj", "--attention-bypass", "--key-init", "normal",
+        "--memory-output-proj", "--bypass", "stream", "--key-init", "normal",
         "--value-proj-init", "identity",
         "--key-scale", 0.5, "--value-proj-scale", 2, "--seed", 7, "--dtype", "bfloat16", "--json",
     )  # fmt: skip
@@ -89,7 +89,7 @@ def test_upscale_json_and_options(midus, base, tmp_path):
         "attn_output_proj": True,
         "query_proj": False,
         "memory_output_proj": True,
-        "attention_bypass": True,
+        "bypass": "stream",
         "key_init": "normal",
         "value_proj_init": "identity",
         "key_scale": 0.5,

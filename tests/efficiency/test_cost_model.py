@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import prompt_ids, tiny_config
+from tiny import both_bypasses, prompt_ids, tiny_config
 
 import midus.memory.bank
 import midus.memory.hml
 import midus.memory.keys
 import midus.memory.ultramem
+import midus.models.block
 import midus.models.fused
 import midus.models.fused_base
 from midus import MemoryConfig, UpscaleConfig, ops
@@ -36,7 +37,7 @@ from midus.efficiency.cost_serving import decode_bytes, predict_serving, prefill
 from midus.efficiency.cost_sharding import sharded_memory, traffic
 from midus.efficiency.cost_sizes import read_stack
 from midus.efficiency.cost_training import Run, micro_batch_work, training_memory
-from midus.efficiency.cost_work import forward_work
+from midus.efficiency.cost_work import backward_work, forward_work
 from midus.efficiency.gpus import GPUS, SHARES, find_gpu
 from midus.efficiency.random_model import make_random_model
 from midus.efficiency.subjects import parse_subjects
@@ -193,17 +194,18 @@ def test_activations_are_what_autograd_saves(name, tolerance, precision):
     assert predicted == pytest.approx(measured, rel=tolerance)
 
 
-def bypassed(base, kind, bypass=True):
-    memory = MemoryConfig(kind=kind, num_subkeys=8, attention_bypass=bypass)
+def bypassed(base, kind, bypass):
+    memory = MemoryConfig(kind=kind, num_subkeys=8, bypass=bypass)
     return plan_upscaling(base, UpscaleConfig(memory=memory), {})[1]
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("precision", ["float32", "bf16", "mixed"])
 @pytest.mark.parametrize(("kind", "tolerance"), [("hml", 0.001), ("pkm", 0.03)])
-def test_activations_of_a_bypass_are_what_autograd_saves(kind, tolerance, precision):
+@both_bypasses
+def test_activations_of_a_bypass_are_what_autograd_saves(kind, tolerance, precision, bypass):
     base = tiny_config(hidden_size=64, intermediate_size=96, head_dim=16)
-    both = [bypassed(base, kind, bypass) for bypass in (False, True)]
+    both = [bypassed(base, kind, chosen) for chosen in ("none", bypass)]
     measured = [kept_for_backward(config, precision, batch=2, length=24) for config in both]
     predicted = [saved_bytes(read_stack(config), 2, 24, precision, PLAIN) for config in both]
     assert predicted[1] == pytest.approx(measured[1], rel=tolerance)
@@ -212,16 +214,20 @@ def test_activations_of_a_bypass_are_what_autograd_saves(kind, tolerance, precis
 
 
 @pytest.mark.parametrize("kind", MEMORY_LAYERS)
-def test_a_bypass_is_one_matrix_a_block_more(kind):
+@both_bypasses
+def test_a_bypass_is_one_matrix_a_block_more(kind, bypass):
     # Heads of 24 on a stream of 64; layers but HML project them to it first.
     base = tiny_config("qwen3", hidden_size=64, intermediate_size=96, head_dim=24)
-    plain, more = (read_stack(bypassed(base, kind, bypass)) for bypass in (False, True))
-    numbers = 64 * (4 * 24 if kind == "hml" else 64)
+    plain, more = (read_stack(bypassed(base, kind, chosen)) for chosen in ("none", bypass))
+    numbers = 64 * (4 * 24 if kind == "hml" and bypass == "attention" else 64)
     assert more.params_trainable - plain.params_trainable == 2 * numbers
     assert more.inserted.linear - plain.inserted.linear == numbers
     works = [forward_work(model.inserted, 10, 5) for model in (more, plain)]
     assert works[0].matmul - works[1].matmul == 10 * 2 * numbers
     assert works[0].launches > works[1].launches
+    # Two readers of one tensor: their gradients are read, and the sum is written, in bfloat16.
+    back = [backward_work(model.inserted, 10, 5, False, True) for model in (more, plain)]
+    assert back[0].moved - back[1].moved == 10 * 3 * 2 * numbers // 64
     assert decode_bytes(more, 1) - decode_bytes(plain, 1) == 2 * 2 * numbers
     run = Run(accumulation=1)
     matmul = micro_batch_work(more, run).matmul - micro_batch_work(plain, run).matmul
@@ -250,7 +256,7 @@ def fused(monkeypatch):
     monkeypatch.setattr(midus.models.fused, "rotate_heads", rotate_heads)
     gated = functools.partial(ops.gated, backend="triton")
     monkeypatch.setattr(midus.models.fused_base, "gated", gated)
-    for module in (midus.models.fused, midus.models.fused_base):
+    for module in (midus.models.block, midus.models.fused, midus.models.fused_base):
         monkeypatch.setattr(module, "fused_norm", _norm)
 
 
@@ -279,6 +285,18 @@ def test_activations_of_fused_blocks_are_what_their_functions_save(name, precisi
     fused = saved_bytes(read_stack(config), 1, 6, precision)
     assert fused == pytest.approx(measured, rel=0.001)
     assert fused < saved_bytes(read_stack(config), 1, 6, precision, PLAIN)
+
+
+@pytest.mark.usefixtures("kernels", "fused")
+@pytest.mark.parametrize("precision", ["float32", "bf16", "mixed"])
+@both_bypasses
+def test_activations_of_a_fused_bypass_are_what_its_functions_save(bypass, precision):
+    base = tiny_config(hidden_size=64, intermediate_size=96, head_dim=16)
+    both = [bypassed(base, "hml", chosen) for chosen in ("none", bypass)]
+    measured = [kept_for_backward(config, precision, 1, 6, fuse=True) for config in both]
+    predicted = [saved_bytes(read_stack(config), 1, 6, precision) for config in both]
+    assert predicted[1] == pytest.approx(measured[1], rel=0.001)
+    assert predicted[1] - predicted[0] == measured[1] - measured[0]
 
 
 def test_a_fused_block_keeps_the_bytes_counted_by_hand():

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import (
     TOLERANCE,
+    both_bypasses,
     every_family,
     fill_tables,
     grown,
@@ -107,12 +108,13 @@ def test_projections_of_every_memory_layer_are_adapted(kind):
     assert relative_error(logits(model), before) < FLOAT32
 
 
-def test_projections_after_and_beside_the_memory_are_adapted_and_merged():
-    memory = MemoryConfig(num_subkeys=8, memory_output_proj=True, attention_bypass=True)
+@both_bypasses
+def test_projections_after_and_beside_the_memory_are_adapted_and_merged(bypass):
+    memory = MemoryConfig(num_subkeys=8, memory_output_proj=True, bypass=bypass)
     plain = grown(memory=memory)
     model = adapted(copy.deepcopy(plain), inserted_only=True)
     targets = midus.lora_targets(plain, inserted_only=True)["target_parameters"]
-    names = ["attention_bypass.weight", "memory.values.value_proj", "memory_output_proj.weight"]
+    names = ["bypass.weight", "memory.values.value_proj", "memory_output_proj.weight"]
     assert targets == names
     model(IDS, labels=IDS).loss.backward()
     assert all(p.grad.any() for n, p in model.named_parameters() if "lora_B" in n)
@@ -220,7 +222,8 @@ TARGETS = {
     "keys": {"target_modules": [], "target_parameters": ["keys.row_keys"]},
     "values": {"target_modules": [], "target_parameters": ["values.value_proj"]},
     "tables": {"target_modules": [], "target_parameters": ["values.latent_values"]},
-    "bypass": {"target_modules": [], "target_parameters": ["attention_bypass.weight"]},
+    "attention bypass": {"target_modules": [], "target_parameters": ["bypass.weight"]},
+    "stream bypass": {"target_modules": [], "target_parameters": ["bypass.weight"]},
     "feed_forward": {"target_modules": ["gate_proj", "down_proj", "o_proj"]},
 }
 
@@ -229,7 +232,8 @@ TARGETS = {
 @pytest.mark.parametrize("targets", TARGETS)
 def test_no_fused_path_reads_past_an_adapter(targets, cache_class, monkeypatch):
     config = LoraConfig(r=2, init_lora_weights=False, **TARGETS[targets])
-    memory = MemoryConfig(num_subkeys=8, top_k=4, attention_bypass=targets == "bypass")
+    bypass = targets.split()[0] if targets.endswith(" bypass") else "none"
+    memory = MemoryConfig(num_subkeys=8, top_k=4, bypass=bypass)
     model = get_peft_model(grown(memory=memory), config).eval()
     expected = decoded(model, cache_class)
     with model.disable_adapter():

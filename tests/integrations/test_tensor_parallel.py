@@ -28,9 +28,9 @@ def test_heads_come_together_as_the_output_projection_would_take_them(family):
 def test_two_ranks_equal_one_in_logits_tokens_and_gradients(tmp_path):
     folders = []
     # Llama's heads stay apart until the memory; OLMo 2's are gathered before their norms.
-    for family, stored, kind, bypass in [("llama", "delta", "hml", True),
-                                         ("olmo2", "full", "hml", False),
-                                         ("qwen3", "full", "pkm", True)]:  # fmt: skip
+    for family, stored, kind, bypass in [("llama", "delta", "hml", "attention"),
+                                         ("olmo2", "full", "hml", "none"),
+                                         ("qwen3", "full", "pkm", "stream")]:  # fmt: skip
         save_grown(tmp_path / family, family, kind, bypass, vocab_size=100)
         folders.append(tmp_path / family / stored)
     command = [

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tiny import every_family, fill_tables, grown, prompt_ids, tiny_base
+from tiny import both_bypasses, every_family, fill_tables, grown, prompt_ids, tiny_base
 
 from midus import MemoryConfig, MidusError, UpscaleConfig, upscale
 from midus.models import MemoryBlock
@@ -102,7 +102,7 @@ def test_memory_output_proj_starts_as_identity():
     torch.testing.assert_close(projected(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
 
 
-BYPASSES = {
+BYPASSED = {
     "hml": {},
     "residual": {"attention_residual": True},
     "kept output projection": {"attn_output_proj": True, "memory_output_proj": True},
@@ -112,12 +112,23 @@ BYPASSES = {
 }
 
 
-@pytest.mark.parametrize("case", BYPASSES)
-def test_a_bypass_adds_its_product_with_attention_beside_the_memory(case):
-    """M(x) = x + P Mem(r) + W_b a', with r = a', or x + a' where the residual is added."""
-    memory = MemoryConfig(num_subkeys=8, attention_bypass=True, **BYPASSES[case])
-    model = grown(memory=memory)
+@pytest.mark.parametrize("case", BYPASSED)
+@pytest.mark.parametrize(
+    ("bypass", "family"), [("attention", "llama"), ("stream", "llama"), ("stream", "olmo2")]
+)
+def test_a_bypass_adds_its_product_beside_the_memory(case, bypass, family):
+    """M(x) = x + P Mem(r) + W_b b, with r = a', or x + a' where the residual is added.
+
+    b is a', or LN(x), where OLMo 2 has no norm: x.
+    """
+    memory = MemoryConfig(num_subkeys=8, bypass=bypass, **BYPASSED[case])
+    model = grown(family, memory=memory)
     block, hidden_states, seen = model.model.layers[1], torch.randn(1, 5, 32), {}
+    normed = hidden_states
+    if family == "llama":
+        torch.nn.init.normal_(block.input_layernorm.weight)
+        scale = (hidden_states.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        normed = block.input_layernorm.weight * hidden_states * scale
     projection = torch.eye(32)
     if memory.memory_output_proj:
         torch.nn.init.normal_(block.memory_output_proj.weight)
@@ -130,39 +141,42 @@ def test_a_bypass_adds_its_product_with_attention_beside_the_memory(case):
     attended = seen["attended"]
     read = hidden_states + attended if memory.attention_residual else attended
     assert torch.equal(seen["read"], read)
-    weight = block.attention_bypass.weight
-    beside = torch.einsum("btc,dc->btd", attended, weight)
+    beside_of = {"attention": attended, "stream": normed}[bypass]
+    beside = torch.einsum("btc,dc->btd", beside_of, block.bypass.weight)
     expected = hidden_states + torch.einsum("btc,dc->btd", seen["written"], projection) + beside
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert beside.abs().mean() > 0.1
     assert seen["written"].abs().mean() > 0.01
 
 
-def test_a_bypass_changes_nothing_else_that_a_block_starts_with():
+@both_bypasses
+def test_a_bypass_changes_nothing_else_that_a_block_starts_with(bypass):
     base = tiny_base()
     plain, bypassed = (
-        upscale(base, UpscaleConfig(memory=MemoryConfig(num_subkeys=8, attention_bypass=bypass)))
-        for bypass in (False, True)
+        upscale(base, UpscaleConfig(memory=MemoryConfig(num_subkeys=8, bypass=chosen)))
+        for chosen in ("none", bypass)
     )
     own = bypassed.model.layers[1].state_dict()
-    assert not own.pop("attention_bypass.weight").any()
+    assert not own.pop("bypass.weight").any()
     others = plain.model.layers[1].state_dict()
     assert own.keys() == others.keys()
     assert all(torch.equal(own[name], others[name]) for name in own)
 
 
-def test_a_bypass_reads_heads_wider_than_the_stream():
-    memory = MemoryConfig(num_subkeys=8, attention_bypass=True)
+@pytest.mark.parametrize(("bypass", "width"), [("attention", 4 * 16), ("stream", 32)])
+def test_a_bypass_reads_heads_wider_than_the_stream_or_the_stream(bypass, width):
+    memory = MemoryConfig(num_subkeys=8, bypass=bypass)
     fresh = grown("qwen3", filled=False, memory=memory, head_dim=16)
-    assert fresh.model.layers[1].attention_bypass.weight.shape == (32, 4 * 16)
+    assert fresh.model.layers[1].bypass.weight.shape == (32, width)
     base = tiny_base("qwen3", head_dim=16)
     assert torch.equal(fresh(prompt_ids()).logits, base(prompt_ids()).logits)
 
 
-@pytest.mark.parametrize("value", ["yes", 1, None])
-def test_a_bypass_that_is_neither_on_nor_off_is_refused(value):
-    with pytest.raises(MidusError, match=f"attention_bypass={value!r} must be True or False"):
-        MemoryConfig(attention_bypass=value)
+@pytest.mark.parametrize("value", ["yes", True, None])
+def test_a_bypass_of_something_else_is_refused(value):
+    message = f"bypass={value!r} is unknown; choose one of none, attention, stream"
+    with pytest.raises(MidusError, match=message):
+        MemoryConfig(bypass=value)
 
 
 def test_heads_wider_than_their_slice_of_the_output():

@@ -9,7 +9,16 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import MEMORY, every_family, fill_tables, load, prompt_ids, save_base, tiny_base
+from tiny import (
+    MEMORY,
+    both_bypasses,
+    every_family,
+    fill_tables,
+    load,
+    prompt_ids,
+    save_base,
+    tiny_base,
+)
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from midus import MemoryConfig, MidusError, UpscaleConfig, upscale, upscale_checkpoint
@@ -64,9 +73,10 @@ def test_a_trained_model_survives_saving_and_loading(tmp_path, family):
         assert torch.equal(hidden, model.model(prompt_ids()).last_hidden_state)
 
 
-def test_a_bypass_survives_every_way_of_saving_and_loading(tmp_path):
+@both_bypasses
+def test_a_bypass_survives_every_way_of_saving_and_loading(tmp_path, bypass):
     save_base(tmp_path / "base")
-    config = UpscaleConfig(memory=MemoryConfig(num_subkeys=8, attention_bypass=True))
+    config = UpscaleConfig(memory=MemoryConfig(num_subkeys=8, bypass=bypass))
     for name, delta in (("fresh", False), ("fresh_delta", True)):
         done = upscale_checkpoint(tmp_path / "base", tmp_path / name, config, delta=delta)
         assert done.identity_blocks == 2
@@ -76,33 +86,33 @@ def test_a_bypass_survives_every_way_of_saving_and_loading(tmp_path):
     model.save_pretrained(tmp_path / "delta", delta=True)
     merge_delta(tmp_path / "delta", tmp_path / "merged")
     stored_names = load_file(tmp_path / "delta" / "delta.safetensors").keys()
-    assert {f"model.layers.{i}.attention_bypass.weight" for i in (1, 4)} <= stored_names
+    assert {f"model.layers.{i}.bypass.weight" for i in (1, 4)} <= stored_names
     for name in ("full", "delta", "merged"):
         loaded = load(tmp_path / name)
-        assert loaded.config.memory_config.attention_bypass
-        assert loaded.model.layers[1].attention_bypass.weight.any()
+        assert loaded.config.memory_config.bypass == bypass
+        assert loaded.model.layers[1].bypass.weight.any()
         assert same_state(loaded, model)
         assert torch.equal(loaded(prompt_ids()).logits, model(prompt_ids()).logits)
 
 
 def test_a_bypass_of_another_shape_is_refused(tmp_path):
     save_base(tmp_path / "base")
-    config = UpscaleConfig(memory=MemoryConfig(num_subkeys=8, attention_bypass=True))
+    config = UpscaleConfig(memory=MemoryConfig(num_subkeys=8, bypass="stream"))
     upscale_checkpoint(tmp_path / "base", tmp_path / "delta", config, delta=True)
     path = tmp_path / "delta" / "delta.safetensors"
     tensors = load_file(path)
-    tensors["model.layers.1.attention_bypass.weight"] = torch.zeros(32, 16)
+    tensors["model.layers.1.bypass.weight"] = torch.zeros(32, 16)
     save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(MidusError, match=r"attention_bypass.* \[32, 16\]"):
+    with pytest.raises(MidusError, match=r"1\.bypass.* \[32, 16\]"):
         load_model(tmp_path / "delta")
 
 
 def test_a_config_from_before_the_bypass_has_none():
     values = MEMORY.to_dict()
-    del values["attention_bypass"]
+    del values["bypass"]
     assert MemoryConfig.from_dict(values) == MEMORY
-    both = MemoryConfig(num_subkeys=8, attention_bypass=True)
-    assert MemoryConfig.from_dict(both.to_dict()) == both
+    more = MemoryConfig(num_subkeys=8, bypass="stream")
+    assert MemoryConfig.from_dict(more.to_dict()) == more
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -5,6 +5,7 @@ import torch
 from tiny import (
     MEMORY,
     TOLERANCE,
+    every_bypass,
     fill_tables,
     grown,
     prompt_ids,
@@ -14,6 +15,7 @@ from tiny import (
 from transformers import DynamicCache, StaticCache
 
 from midus import MemoryConfig, UpscaleConfig, upscale
+from midus.models import block as block_module
 from midus.models import fused
 
 FAMILIES = ["llama", "mistral", "qwen2"]
@@ -55,12 +57,12 @@ def plain(monkeypatch, run):
         return run()
 
 
-@pytest.mark.parametrize("bypass", [False, True])
+@every_bypass
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_number_of_tokens_gives_the_plain_output_and_gradients(
     family, bypass, calls, monkeypatch
 ):
-    model = tiny(family, MemoryConfig(num_subkeys=8, top_k=4, attention_bypass=bypass))
+    model = tiny(family, MemoryConfig(num_subkeys=8, top_k=4, bypass=bypass))
     ids = prompt_ids(2)
 
     def run():
@@ -77,6 +79,26 @@ def test_any_number_of_tokens_gives_the_plain_output_and_gradients(
     assert grads.keys() == expected.keys()
     for name, grad in grads.items():
         assert relative_error(grad, expected[name]) < TOLERANCE[torch.float32], name
+
+
+def test_a_bypass_of_the_stream_reads_the_norm_that_attention_reads(calls, monkeypatch):
+    model = tiny(memory=MemoryConfig(num_subkeys=8, top_k=4, bypass="stream"))
+    made, read = [], []
+    real = fused.fused_norm
+
+    def fused_norm(*args):
+        made.append(real(*args))
+        return made[-1]
+
+    for module in (fused, block_module):
+        monkeypatch.setattr(module, "fused_norm", fused_norm)
+    for position in model.config.memory_positions:
+        block = model.model.layers[position]
+        for reader in (block.self_attn.v_proj, block.bypass):
+            reader.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+    model(prompt_ids(1))
+    assert len(made) == calls["attend"] == 2
+    assert [id(tensor) for tensor in read] == [id(made[0])] * 2 + [id(made[1])] * 2
 
 
 def decode(model, ids, mask, cache, steps=4):
@@ -118,7 +140,8 @@ def test_decoding_one_token_gives_the_plain_logits(family, batch, cache_class, c
     [
         {"query_norm": "layer"},
         {"memory_output_proj": True},
-        {"attention_bypass": True},
+        {"bypass": "attention"},
+        {"bypass": "stream"},
         {"attention_residual": True},
         {"attn_output_proj": True},
         {"values": "shared"},

@@ -153,7 +153,7 @@ def test_a_projection_put_in_later_is_used(linear_class, streams, model, steps, 
     check_after(put, model, steps, monkeypatch, streams=streams, reads=2)
 
 
-@pytest.mark.parametrize("part", ["memory_output_proj", "attention_bypass"])
+@pytest.mark.parametrize("part", ["memory_output_proj", "bypass"])
 def test_a_module_put_where_nothing_was_is_called(part, model, steps, monkeypatch):
     def put(block):
         setattr(block, part, nn.Linear(32, 32))

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from tiny import every_family, fill_tables, grown, load, prompt_ids, tiny_base
+from tiny import every_bypass, every_family, fill_tables, grown, load, prompt_ids, tiny_base
 from transformers import DynamicCache, StaticCache
 
 from midus import MemoryConfig, MidusError, UpscaleConfig, upscale
@@ -62,10 +62,10 @@ def test_disabled_generation_is_the_bases(family, placement):
         assert torch.equal(out, base.generate(**padded(), **GREEDY, **options)), options
 
 
-@pytest.mark.parametrize("bypass", [False, True])
+@every_bypass
 @pytest.mark.parametrize("kind", MEMORY_LAYERS)
 def test_a_disabled_memory_of_any_kind_is_not_computed(kind, bypass):
-    options = {"attention_residual": True, "query_norm": "batch", "attention_bypass": bypass}
+    options = {"attention_residual": True, "query_norm": "batch", "bypass": bypass}
     base, model = pair(kind=kind, **options)
     for position in model.config.memory_positions:
         for parameter in model.model.layers[position].parameters():
@@ -150,9 +150,9 @@ def test_states_opened_in_threads_all_end():
     assert set(model.memory_gates.values()) == {1.0}
 
 
-@pytest.mark.parametrize("bypass", [False, True])
+@every_bypass
 def test_a_gate_scales_the_correction(bypass):
-    _, model = pair(attention_bypass=bypass)
+    _, model = pair(bypass=bypass)
     position = model.config.memory_positions[0]
     block, seen = model.model.layers[position], []
     block.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))

@@ -7,6 +7,8 @@ import torch
 from tiny import (
     MEMORY,
     TOLERANCE,
+    both_bypasses,
+    every_bypass,
     every_family,
     fill_tables,
     grown,
@@ -43,7 +45,8 @@ def test_grown_model_starts_as_the_base(family, dtype, tied):
         {"attention_residual": True},
         {"attn_output_proj": True},
         {"memory_output_proj": True},
-        {"attention_bypass": True},
+        {"bypass": "attention"},
+        {"bypass": "stream"},
         {"latent_dim": 3},
         {"key_init": "normal", "value_proj_init": "identity"},
     ],
@@ -60,14 +63,15 @@ def test_every_option_starts_as_the_base_and_then_matters(options):
 
 @every_family
 @pytest.mark.parametrize("kind", MEMORY_LAYERS)
-def test_a_bypass_starts_as_the_base_and_then_matters_alone(family, kind):
+@both_bypasses
+def test_a_bypass_starts_as_the_base_and_then_matters_alone(family, kind, bypass):
     base = tiny_base(family)
-    memory = MemoryConfig(kind=kind, num_subkeys=8, attention_bypass=True)
+    memory = MemoryConfig(kind=kind, num_subkeys=8, bypass=bypass)
     model = upscale(base, UpscaleConfig(memory=memory))
     ids = prompt_ids()
     assert torch.equal(model(ids).logits, base(ids).logits)
     for position in model.config.memory_positions:
-        torch.nn.init.normal_(model.model.layers[position].attention_bypass.weight)
+        torch.nn.init.normal_(model.model.layers[position].bypass.weight)
     assert relative_error(model(ids).logits, base(ids).logits) > 1e-2
 
 
@@ -257,6 +261,31 @@ def test_gradient_checkpointing_gives_equal_gradients(family, reentrant):
     assert all(torch.equal(checkpointed[name], plain[name]) for name in plain)
 
 
+@both_bypasses
+def test_a_bypass_is_the_same_checkpointed_and_compiled(bypass):
+    model, ids = grown(memory=MemoryConfig(num_subkeys=8, bypass=bypass)), prompt_ids(2)
+    eager = model(ids, use_cache=False).logits
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, use_cache=False)
+    assert relative_error(compiled.logits, eager) < FLOAT32
+    plain = {name: grad.clone() for name, grad in gradients(model, ids).items()}
+    assert all(
+        plain[f"model.layers.{p}.bypass.weight"].any() for p in model.config.memory_positions
+    )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpointed = gradients(model, ids)
+    assert all(torch.equal(checkpointed[name], plain[name]) for name in plain)
+
+
+@both_bypasses
+def test_a_bypass_learns_under_autocast(bypass):
+    model, ids = grown(memory=MemoryConfig(num_subkeys=8, bypass=bypass)), prompt_ids(2)
+    expected = gradients(model, ids)["model.layers.1.bypass.weight"].clone()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(model, ids)["model.layers.1.bypass.weight"]
+    assert found.dtype == torch.float32
+    assert relative_error(found, expected) < 0.1  # products in bfloat16, through six blocks
+
+
 def test_gradient_checkpointing_set_in_the_config_reaches_every_block():
     config = grown().config
     config.gradient_checkpointing = True
@@ -265,9 +294,9 @@ def test_gradient_checkpointing_set_in_the_config_reaches_every_block():
 
 
 @every_family
-@pytest.mark.parametrize("bypass", [False, True])
+@every_bypass
 def test_only_what_is_zero_learns_at_first_then_everything_inserted(family, bypass):
-    memory = MemoryConfig(num_subkeys=8, top_k=4, attention_bypass=bypass)
+    memory = MemoryConfig(num_subkeys=8, top_k=4, bypass=bypass)
     model = grown(family, filled=False, memory=memory)
     ids = prompt_ids(2)
     inserted = {
@@ -278,9 +307,9 @@ def test_only_what_is_zero_learns_at_first_then_everything_inserted(family, bypa
     assert {n for n, p in model.named_parameters() if p.requires_grad} == inserted
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     moved = {n for n, grad in gradients(model, ids).items() if grad is not None and grad.any()}
-    zero = ("latent_values", "attention_bypass.weight")
+    zero = ("latent_values", "bypass.weight")
     assert moved == {name for name in inserted if name.endswith(zero)}
-    assert len(moved) == len(model.config.memory_positions) * (2 if bypass else 1)
+    assert len(moved) == len(model.config.memory_positions) * (1 if bypass == "none" else 2)
     optimizer.step()
     moved = {n for n, grad in gradients(model, ids).items() if grad is not None and grad.any()}
     assert moved == inserted
@@ -297,8 +326,8 @@ def test_top_1_warns_that_keys_will_not_train():
     assert "memory.values.value_proj" not in still
 
 
-def test_top_1_with_a_bypass_warns_of_the_keys_alone():
-    memory = MemoryConfig(num_subkeys=8, top_k=1, attention_bypass=True)
+def test_top_1_with_a_bypass_of_attention_warns_of_the_keys_alone():
+    memory = MemoryConfig(num_subkeys=8, top_k=1, bypass="attention")
     with pytest.warns(UserWarning, match="keys receive no gradient; q/k/v .* bypass alone"):
         model = upscale(tiny_base(), UpscaleConfig(memory=memory))
     grads = gradients(fill_tables(model), prompt_ids())
@@ -306,12 +335,23 @@ def test_top_1_with_a_bypass_warns_of_the_keys_alone():
     assert still == {"memory.keys.row_keys", "memory.keys.col_keys"}
 
 
+def test_top_1_with_a_bypass_of_the_stream_warns_of_keys_and_attention():
+    memory = MemoryConfig(num_subkeys=8, top_k=1, bypass="stream")
+    with pytest.warns(UserWarning, match=r"keys and q/k/v .* and the bypass will train"):
+        model = upscale(tiny_base(), UpscaleConfig(memory=memory))
+    grads = gradients(fill_tables(model), prompt_ids())
+    still = {n.split("layers.1.")[1] for n, g in grads.items() if "layers.1." in n and not g.any()}
+    attention = {f"self_attn.{name}_proj.weight" for name in "qkv"}
+    assert still == {"memory.keys.row_keys", "memory.keys.col_keys"} | attention
+
+
 # What transformers expects of its classes.
 
 
-def test_a_fresh_bypass_from_config_is_zero():
-    config = grown(memory=MemoryConfig(num_subkeys=8, attention_bypass=True)).config
-    weight = AutoModelForCausalLM.from_config(config).model.layers[1].attention_bypass.weight
+@both_bypasses
+def test_a_fresh_bypass_from_config_is_zero(bypass):
+    config = grown(memory=MemoryConfig(num_subkeys=8, bypass=bypass)).config
+    weight = AutoModelForCausalLM.from_config(config).model.layers[1].bypass.weight
     assert weight.shape == (32, 32)
     assert not weight.any()
 
@@ -340,7 +380,7 @@ def test_class_conventions(family):
 def test_fresh_model_from_config_has_initialised_memory():
     model = AutoModelForCausalLM.from_config(grown().config)
     memory = model.model.layers[1].memory
-    assert model.model.layers[1].attention_bypass is None
+    assert model.model.layers[1].bypass is None
     assert not memory.values.latent_values.any()
     assert memory.values.value_proj.std() > 0.1
     assert memory.keys.row_keys.std() > 0.1

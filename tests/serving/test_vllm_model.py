@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import MEMORY, every_family, grown, prompt_ids, save_base
+from tiny import MEMORY, every_bypass, every_family, grown, prompt_ids, save_base
 from torch import nn
 
 from midus import MemoryConfig, UpscaleConfig
@@ -57,9 +57,9 @@ def make(monkeypatch):
 
 
 @every_family
-@pytest.mark.parametrize("bypass", [False, True])
+@every_bypass
 def test_attentions_of_memory_blocks_are_a_class_of_their_own(make, family, bypass):
-    memory = MemoryConfig(num_subkeys=8, top_k=4, attention_bypass=bypass)
+    memory = MemoryConfig(num_subkeys=8, top_k=4, bypass=bypass)
     model = grown(family, memory=memory).model
     with torch.no_grad():
         before = model(prompt_ids()).last_hidden_state

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from small import HML, make_study
-from tiny import grown, prompt_ids
+from tiny import every_bypass, grown, prompt_ids
 
 from midus import MemoryConfig
 from midus.evaluation.perplexity import perplexity
@@ -99,16 +99,16 @@ def test_a_loss_beyond_numbers_is_none():
     assert score(2.0)["perplexity"] == pytest.approx(math.e**2)
 
 
-@pytest.mark.parametrize("bypass", [False, True])
+@every_bypass
 def test_part_norms_add_up_to_the_whole(bypass):
-    memory = MemoryConfig(num_subkeys=8, top_k=4, attention_bypass=bypass)
+    memory = MemoryConfig(num_subkeys=8, top_k=4, bypass=bypass)
     model = grown(memory=memory).train()
     norms = PartNorms(model)
     model(prompt_ids(2, 16), labels=prompt_ids(2, 16)).loss.backward()
     norms.take()
     values = norms.values()
     parts = {"attention", "keys", "values", "value_proj", "other"}
-    assert set(values) == (parts | {"bypass"} if bypass else parts)
+    assert set(values) == (parts if bypass == "none" else parts | {"bypass"})
     whole = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
     assert math.hypot(*values.values()) == pytest.approx(whole.item(), rel=1e-5)
 

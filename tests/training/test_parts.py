@@ -15,12 +15,12 @@ LEAVES = {
     "values": {"memory.values.latent_values"},
     "value_proj": {"memory.values.value_proj"},
     "output_proj": {"memory_output_proj"},
-    "bypass": {"attention_bypass"},
+    "bypass": {"bypass"},
 }
 
 
 def make_model():
-    return grown(memory=MemoryConfig(num_subkeys=8, memory_output_proj=True, attention_bypass=True))
+    return grown(memory=MemoryConfig(num_subkeys=8, memory_output_proj=True, bypass="stream"))
 
 
 def groups_of(model, **parts):

@@ -346,7 +346,7 @@ def test_a_run_begun_before_the_bypass_resumes_without_one(tmp_path):
     train(make_options(tmp_path))
     path = tmp_path / "run" / "options.json"
     saved = json.loads(path.read_text())
-    assert saved["upscale"]["memory"].pop("attention_bypass") is False
+    assert saved["upscale"]["memory"].pop("bypass") == "none"
     path.write_text(json.dumps(saved))
     assert train(make_options(tmp_path), resume=True).steps == 12
 

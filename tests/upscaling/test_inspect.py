@@ -94,20 +94,23 @@ def test_options_add_the_parameters_they_name():
     plain = trainable()
     assert trainable(attn_output_proj=True) - plain == 8 * 2048 * 2048
     assert trainable(memory_output_proj=True) - plain == 8 * 2048 * 2048
-    assert trainable(attention_bypass=True) - plain == 8 * 2048 * 2048
+    assert trainable(bypass="attention") - plain == 8 * 2048 * 2048
+    assert trainable(bypass="stream") - plain == 8 * 2048 * 2048
     assert trainable(query_norm="layer") - plain == 8 * 2 * 64
     assert trainable(query_norm="batch") - plain == 8 * 2 * 2048
     assert trainable(attention_residual=True) == plain
 
 
 @pytest.mark.parametrize("kind", MEMORY_LAYERS)
-def test_a_bypass_has_the_width_of_what_attention_returns(kind):
+def test_a_bypass_has_the_width_of_what_it_reads(kind):
     """Qwen3-0.6B: 16 heads of 128 on a stream of 1,024; other layers project them to it first."""
 
     def trainable(bypass):
-        memory = MemoryConfig(kind=kind, attention_bypass=bypass)
+        memory = MemoryConfig(kind=kind, bypass=bypass)
         facts = describe(shape_config("qwen3-0.6b"), UpscaleConfig(memory=memory))
         return facts["params"]["trainable"]
 
     attended = 16 * 128 if kind == "hml" else 1024
-    assert trainable(True) - trainable(False) == 14 * 1024 * attended
+    plain = trainable("none")
+    assert trainable("attention") - plain == 14 * 1024 * attended
+    assert trainable("stream") - plain == 14 * 1024 * 1024

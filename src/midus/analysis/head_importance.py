@@ -44,7 +44,7 @@ def head_importance(
     """IS_h of every query head of every block, ``[L, H]`` in float64 on the CPU.
 
     A head's output is what its block's output projection reads; in a memory block without one it
-    is a', what the memory reads, and the attention bypass where there is one. The model comes back
+    is a', what the memory reads, and a bypass of attention where there is one. The model comes back
     as it was.
 
     Args:

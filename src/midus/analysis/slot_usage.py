@@ -68,7 +68,7 @@ def rank_frequency(counts: Tensor) -> dict[str, list[float]]:
 class CorrectionMeter:
     """Averages ``||correction||`` and ``||correction|| / ||x||`` of a memory block over tokens.
 
-    The correction is the memory's own; what an ``attention_bypass`` adds beside it is left out.
+    The correction is the memory's own; what a ``bypass`` adds beside it is left out.
     """
 
     def __init__(self) -> None:

@@ -59,7 +59,7 @@ class BlockSlots:
     value_norms: dict[str, Any]
     """Of what each slot writes: quantiles, histogram, rows of the table that are zero."""
     correction_norm: float
-    """Mean over tokens of ||correction||, the memory's own: without an attention bypass."""
+    """Mean over tokens of ||correction||, the memory's own: without a bypass."""
     correction_ratio: float
     """Mean over tokens of ||correction|| / ||x||."""
     rank_frequency: dict[str, list[float]]

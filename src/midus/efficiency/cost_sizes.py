@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers.activations import SiLUActivation
 
-from midus.memory.bypass import AttentionBypass
+from midus.memory.bypass import Bypass
 from midus.memory.output_proj import MemoryOutputProj
 from midus.memory.queries import QueryProj
 from midus.models.attention import attended_dim, head_dim
@@ -20,7 +20,7 @@ from midus.models.fused import is_llama_like
 from midus.models.record import record_of
 from midus.upscaling.inspect import describe
 
-_MATRICES = (nn.Linear, QueryProj, MemoryOutputProj, AttentionBypass)
+_MATRICES = (nn.Linear, QueryProj, MemoryOutputProj, Bypass)
 _WIDE_NORMS = ("gemma2", "gemma3_text", "olmo2")
 
 
@@ -41,7 +41,8 @@ class Memory:
     has_query_proj: bool
     has_query_norm: bool
     has_output_proj: bool
-    has_bypass: bool
+    bypass: str
+    """What a linear map beside it reads: none, attention or stream."""
     has_residual: bool
     has_attention_proj: bool
     key_params: int
@@ -53,6 +54,10 @@ class Memory:
     def picked(self) -> int:
         """Slots one token reads, all heads together."""
         return self.num_heads * self.top_k
+
+    @property
+    def has_bypass(self) -> bool:
+        return self.bypass != "none"
 
     @property
     def num_projections(self) -> int:
@@ -102,7 +107,7 @@ class Block:
 
     @property
     def has_bypass(self) -> bool:
-        """Whether attention is added to its output beside the memory."""
+        """Whether a linear map is added to its output beside the memory."""
         return self.memory is not None and self.memory.has_bypass
 
 
@@ -233,7 +238,7 @@ def _read_memory(config: Any, layer: Any) -> Memory:
         has_query_proj=bool(options.query_proj),
         has_query_norm=options.query_norm != "none",
         has_output_proj=options.memory_output_proj,
-        has_bypass=options.attention_bypass,
+        bypass=options.bypass,
         has_residual=bool(options.attention_residual),
         has_attention_proj=bool(options.attn_output_proj),
         key_params=sum(p.numel() for p in memory.keys.parameters()),

@@ -136,7 +136,9 @@ def _moved_backward(block: Block, is_fused: bool, trains: bool, width: int) -> f
     # The gradients of inputs that several products share are added up.
     shared = 2 * 3 * width * block.hidden + (3 * width * block.hidden if block.intermediate else 0)
     if block.has_bypass and block.memory is not None:
-        shared += 3 * width * block.memory.attended  # read by memory and bypass
+        # What the bypass reads, another product does too: the memory's, or queries, keys, values.
+        is_stream = block.memory.bypass == "stream"
+        shared += 3 * width * (block.hidden if is_stream else block.memory.attended)
     return norms + rotation + shared + (5 if is_fused else 9) * width * block.intermediate
 
 

@@ -1,4 +1,4 @@
-"""A linear map from attention to the output, beside the memory (beyond the paper)."""
+"""A linear map to the output, beside the memory (beyond the paper)."""
 
 import torch
 import torch.nn.functional as F
@@ -7,21 +7,21 @@ from torch import Tensor, nn
 from midus.memory.module import MemoryModule
 
 
-class AttentionBypass(MemoryModule):
-    """What attention found, written without retrieval; at the start it writes nothing.
+class Bypass(MemoryModule):
+    """What attention found or reads, written without retrieval; at the start it writes nothing.
 
     Args:
-        attended_dim: Width of what attention returns, all heads together.
+        read_dim: Width of what it reads.
         hidden_size: Width of the residual stream.
     """
 
-    def __init__(self, attended_dim: int, hidden_size: int) -> None:
+    def __init__(self, read_dim: int, hidden_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size, attended_dim))
+        self.weight = nn.Parameter(torch.empty(hidden_size, read_dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
-    def forward(self, attended: Tensor) -> Tensor:
-        return F.linear(attended, self.weight)
+    def forward(self, read: Tensor) -> Tensor:
+        return F.linear(read, self.weight)

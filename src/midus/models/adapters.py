@@ -17,7 +17,7 @@ _PROJECTIONS = (
     "query_proj.weight",
     "values.value_proj",
     "memory_output_proj.weight",
-    "attention_bypass.weight",
+    "bypass.weight",
 )
 
 

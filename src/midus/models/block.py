@@ -3,7 +3,7 @@
 Paper, Section 4.1, Eq. 2. It stands before its anchor, a block of the base, and copies that
 block's attention and the norm before it; where the paper's duplicated block has an FFN it has a
 memory layer. The layer's values start at zero, so a fresh block returns its input. Beyond the
-paper, ``attention_bypass`` adds ``W_b Attn'(LN(x))``, with W_b zero at the start.
+paper, ``bypass`` adds ``W_b Attn'(LN(x))`` or ``W_b LN(x)``, with W_b zero at the start.
 """
 
 from typing import Any
@@ -13,11 +13,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from midus.errors import MidusError
 from midus.memory import memory_layer_class
-from midus.memory.bypass import AttentionBypass
+from midus.memory.bypass import Bypass
 from midus.memory.output_proj import MemoryOutputProj
 from midus.models.attention import attended_dim, head_dim, make_head_attention
 from midus.models.families import find_family
-from midus.models.fused import attend_heads, decode_step, is_llama_like, is_one_token, suits
+from midus.models.fused import (
+    attend_heads,
+    decode_step,
+    fused_norm,
+    is_llama_like,
+    is_one_token,
+    suits,
+)
 from midus.models.switch import Gates, hold_slots, mark_cache
 
 
@@ -63,9 +70,9 @@ class MemoryBlock(GradientCheckpointingLayer):
         self.memory_output_proj = (
             MemoryOutputProj(config.hidden_size) if memory.memory_output_proj else nn.Identity()
         )
-        self.attention_bypass = (
-            AttentionBypass(width, config.hidden_size) if memory.attention_bypass else None
-        )
+        self.bypass_reads_stream = memory.bypass == "stream"
+        bypass_width = config.hidden_size if self.bypass_reads_stream else width
+        self.bypass = None if memory.bypass == "none" else Bypass(bypass_width, config.hidden_size)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.gradient_checkpointing and self.training:
@@ -82,19 +89,22 @@ class MemoryBlock(GradientCheckpointingLayer):
                 decoded = decode_step(self, hidden_states, kwargs)
                 if decoded is not None:
                     return decoded
-            attended = attend_heads(self, hidden_states, kwargs)
+            normed = None
+            if self.bypass_reads_stream:
+                normed = fused_norm(self.input_layernorm, hidden_states)
+            attended = attend_heads(self, hidden_states, kwargs, normed)
         else:
             normed = self.input_layernorm(hidden_states)
             attended, _ = self.self_attn(hidden_states=normed, **kwargs)
-        return hidden_states + self._correct(hidden_states, attended)
+        return hidden_states + self._correct(hidden_states, normed, attended)
 
-    def _correct(self, hidden_states: Tensor, attended: Tensor) -> Tensor:
+    def _correct(self, hidden_states: Tensor, normed: Tensor | None, attended: Tensor) -> Tensor:
         if self.head_outputs is not None:
             attended = self.head_outputs(attended)  # [B, T, H * E]
         read = hidden_states + attended if self.attention_residual else attended
         correction: Tensor = self.memory_output_proj(self.memory(read))  # [B, T, D]
-        if self.attention_bypass is not None:
-            correction = correction + self.attention_bypass(attended)
+        if self.bypass is not None:
+            correction = correction + self.bypass(normed if self.bypass_reads_stream else attended)
         return correction
 
     def _forward_gated(self, hidden_states: Tensor, gate: float, kwargs: dict[str, Any]) -> Tensor:
@@ -105,8 +115,9 @@ class MemoryBlock(GradientCheckpointingLayer):
             if cache is not None:
                 hold_slots(self.self_attn, hidden_states, cache)
             return hidden_states
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        return hidden_states + gate * self._correct(hidden_states, attended)
+        normed = self.input_layernorm(hidden_states)
+        attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+        return hidden_states + gate * self._correct(hidden_states, normed, attended)
 
 
 def copied_from_anchor(name: str) -> bool:

@@ -75,13 +75,16 @@ def is_one_token(hidden_states: Tensor) -> bool:
     )
 
 
-def attend_heads(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def attend_heads(
+    block: Any, hidden_states: Tensor, kwargs: dict[str, Any], normed: Tensor | None = None
+) -> Tensor:
     """``Attn'(LN(x))``, or with the output projection where the block has one.
 
-    To be called where ``suits``.
+    To be called where ``suits``; ``normed`` is LN(x) where the block needs it for more.
     """
     attention = block.self_attn
-    query, key, value = _project(block, hidden_states, *kwargs["position_embeddings"])
+    cos, sin = kwargs["position_embeddings"]
+    query, key, value = _project(block, hidden_states, cos, sin, normed)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     cache = kwargs.get("past_key_values")
     if cache is not None:
@@ -172,10 +175,12 @@ def seen_slots(mask: Tensor | None, hidden_states: Tensor) -> Tensor | None:
     return None if mask is None else mask[:, 0, 0].expand(len(hidden_states), -1)
 
 
-def _project(block: Any, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+def _project(
+    block: Any, hidden_states: Tensor, cos: Tensor, sin: Tensor, normed: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """Queries, keys and values, the first two rotated: ``[B, T, heads, E]`` each."""
     attention, norm = block.self_attn, block.input_layernorm
-    normed = fused_norm(norm, hidden_states)
+    normed = fused_norm(norm, hidden_states) if normed is None else normed
     shape = (*hidden_states.shape[:2], -1, attention.head_dim)
     query, key = rotate_heads(
         attention.q_proj(normed).view(shape), attention.k_proj(normed).view(shape), cos, sin
@@ -223,7 +228,7 @@ def _reads_plainly(block: Any) -> bool:
     memory = parts["memory"]
     if type(memory) is not HeadwiseMemory or block.attention_residual:
         return False
-    if parts.get("attention_bypass") is not None:
+    if parts.get("bypass") is not None:
         return False
     inner = memory._modules
     keys, values = inner["keys"], inner["values"]

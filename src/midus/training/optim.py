@@ -33,7 +33,7 @@ def part_of(name: str) -> str | None:
         return "attention"
     if name.startswith("memory_output_proj."):
         return "output_proj"
-    if name.startswith("attention_bypass."):
+    if name.startswith("bypass."):
         return "bypass"
     if leaf in _KEYS:
         return "keys"

@@ -64,7 +64,7 @@ _BEFORE = {
     "fused_blocks": False,
     "key_start": "random",
     "optimizer.decay_ratio": 1.0,
-    "upscale.memory.attention_bypass": False,
+    "upscale.memory.bypass": "none",
     "upscale.memory.key_scale": 1.0,
     "upscale.memory.value_proj_scale": 1.0,
 }

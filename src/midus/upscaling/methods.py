@@ -105,13 +105,16 @@ def remarks(memory: MemoryConfig) -> list[str]:
     """What a user should know about settings that are allowed but surprising."""
     if memory.top_k == 1 and memory.kind != "ultramem":
         constant = "top_k=1: the softmax over one slot is constant, so "
-        if memory.attention_bypass:
+        if memory.bypass == "attention":
             return [
                 f"{constant}the memory's keys receive no gradient; q/k/v of the memory blocks "
-                "train through the attention bypass alone"
+                "train through the bypass alone"
             ]
+        rest = "values, head projections and the bypass"
+        if memory.bypass == "none":
+            rest = "values and head projections"
         return [
-            f"{constant}keys and q/k/v of the memory blocks receive no gradient; only values and "
-            "head projections will train"
+            f"{constant}keys and q/k/v of the memory blocks receive no gradient; only {rest} will "
+            "train"
         ]
     return []
