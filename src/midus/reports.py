@@ -27,10 +27,12 @@ def conditions() -> dict[str, Any]:
 
 
 def _program() -> str:
-    """What was called, as it would be typed again."""
-    called = Path(sys.argv[0])
-    is_module = called.name == "__main__.py"
-    return f"python -m {called.parent.name}" if is_module else called.name
+    """What was called: a script, or a module."""
+    called = Path(sys.argv[0]).name
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if called != "__main__.py" or spec is None:
+        return called
+    return f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 def write_report(path: Path, rows: list[dict[str, Any]]) -> None:

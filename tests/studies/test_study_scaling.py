@@ -337,3 +337,41 @@ def test_the_grid_has_four_or_more_places_on_both_axes():
     }
     others = {t.options.data.max_tokens for t in trials if t.method == "llama_pro"}
     assert others == tokens
+
+
+def test_the_draws_of_two_laws_are_apart():
+    noise = np.random.default_rng(3).normal(0, 0.01, (2, 5))
+    x = np.array(TOKENS, dtype=float)
+    one, other = (
+        fit_series(series_of(TOKENS, list(law(x, 1.2 + gap, 8.0, 0.25) + own), method))
+        for method, gap, own in (("hml", 0.0, noise[0]), ("llama_pro", 0.01, noise[1]))
+    )
+    # Noise as large as the gap: with the same noise in both, hardly any pair would cross.
+    assert cross(one, other).share > 0.1
+
+
+def test_rows_older_than_an_option_stay_in_their_series(tmp_path):
+    def row(n, **memory):
+        options = hml(n)
+        options["upscale"]["memory"] |= memory
+        return ("hml", options, 0, 64, 2.0 - n / 1000, [])
+
+    rows = [row(16), row(32), *(row(n, bypass="none") for n in (64, 128, 256))]
+    (series,), _ = read_series(write_rows(tmp_path / "study", rows), "slots")
+    assert len(series.points) == 5
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"options": []},
+        {"validation": {"loss": "much"}},
+        {"options": {"upscale": {"method": "midus"}}},
+    ],
+)
+def test_a_row_that_no_study_writes_is_named(tmp_path, broken):
+    folder = write_rows(tmp_path / "study", [("hml", hml(16), 0, 64, 2.0, [])])
+    row = json.loads((folder / "results.jsonl").read_text())
+    (folder / "results.jsonl").write_text(json.dumps({**row, **broken}) + "\n")
+    with pytest.raises(MidusError, match="the row of hml with key 'key0' is not as a study writes"):
+        read_series(folder, "slots")

@@ -376,11 +376,14 @@ def test_a_batch_that_memory_does_not_hold_is_halved(piqa, monkeypatch):
     assert row["tasks"]["piqa"]["error"] == "memory does not hold a batch of one"
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"), [(MidusError, "it gives"), (RuntimeError, "RuntimeError: it gives")]
+)
 def test_a_task_that_fails_costs_no_training_and_is_not_tried_again(
-    bytes_material, tmp_path, monkeypatch
+    bytes_material, tmp_path, monkeypatch, kind, said
 ):
     def fails(*_):
-        raise MidusError("it gives a perplexity that is too large for a number")
+        raise kind("it gives a perplexity that is too large for a number")
 
     tasks = {"names": ["piqa"]}
     study = tasks_study(bytes_material, tasks, methods={"full": {}}, final_seeds=[0])
@@ -393,7 +396,7 @@ def test_a_task_that_fails_costs_no_training_and_is_not_tried_again(
         None,
     ]
     assert run_study(study, tmp_path).ran == 0
-    assert "- full: piqa failed (it gives a perplexity" in to_markdown(make_report(tmp_path), [])
+    assert f"- full: piqa failed ({said} a perplexity" in to_markdown(make_report(tmp_path), [])
 
 
 def test_nothing_holds_a_model_that_was_measured(bytes_material, tmp_path, monkeypatch):

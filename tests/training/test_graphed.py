@@ -112,10 +112,14 @@ def test_gradients_are_there_again_after_a_capture_that_failed(monkeypatch):
         raise RuntimeError("no graph")
 
     monkeypatch.setattr(GraphedStep, "_warm_up", fail)
+    left = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the outer one")
+    monkeypatch.setattr(torch.cuda, "set_stream", left.append)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     with pytest.raises(RuntimeError, match="no graph"):
         GraphedStep(model, lambda batch: model(**batch).loss, {"input_ids": ids, "labels": ids})
+    assert left == ["the outer one"]
     for parameter, gradient in zip(trained, before, strict=True):
         assert torch.equal(parameter.grad, gradient)
 
@@ -207,6 +211,26 @@ def test_a_graph_knows_when_the_model_has_changed(change):
     else:
         parameter.data = parameter.data.clone()
     assert not step.is_current()
+
+
+@pytest.mark.gpu
+def test_after_an_invalid_capture_eager_steps_go_on_as_before():
+    model = method_model("hml").train()
+    use_chunked_loss(model, 1024)
+    first = batches()[0]
+
+    def loss_of(batch):
+        loss = model(**batch).loss
+        if torch.cuda.is_current_stream_capturing():
+            loss.item()  # waits for the device, which no capture allows
+        return loss
+
+    outer = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        GraphedStep(model, loss_of, first)
+    assert torch.cuda.current_stream() == outer
+    torch.randn(4, device="cuda")
+    loss_of(first).backward()
 
 
 class Rows(torch.utils.data.Dataset):

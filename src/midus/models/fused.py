@@ -250,9 +250,12 @@ def _reads_plainly(block: Any) -> bool:
 
 def can_stream(block: Any, hidden_states: Tensor) -> bool:
     """Whether the projections are plain matrices that one kernel can read."""
-    linears = _projections(block._modules["self_attn"])
-    return all(is_plain_linear(linear, hidden_states) for linear in linears) and (
-        len({linear._parameters["bias"] is None for linear in linears}) == 1
+    parts = block._modules
+    linears = _projections(parts["self_attn"])
+    return (
+        _is_flat(parts["input_layernorm"]._parameters.get("weight"))
+        and all(is_plain_linear(linear, hidden_states) for linear in linears)
+        and len({linear._parameters["bias"] is None for linear in linears}) == 1
     )
 
 
@@ -273,7 +276,12 @@ def is_plain_linear(module: Any, hidden_states: Tensor) -> bool:
         and weight.dtype == hidden_states.dtype
         and weight.device == hidden_states.device
         and "bias" in parameters
+        and ((bias := parameters["bias"]) is None or _is_like(bias, weight))
     )
+
+
+def _is_like(bias: Any, weight: Tensor) -> bool:
+    return _is_flat(bias) and bias.dtype == weight.dtype and bias.device == weight.device
 
 
 def _is_flat(weight: Any) -> TypeGuard[Tensor]:

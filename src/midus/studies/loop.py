@@ -71,6 +71,8 @@ class Loop:
         if options.cuda_graphs:
             self.why_not_graphed = why_not_graphed(model, ["input_ids"])
         self._is_to_be_graphed = not self.why_not_graphed
+        self.is_graphed = False
+        """Whether steps have become graphs: not before the optimizer has stepped once."""
         optimizer = options.optimizer
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
         groups = parameter_groups(
@@ -107,6 +109,7 @@ class Loop:
                 self._is_to_be_graphed = False
                 try:
                     self._step = graphed_step(self.model, self._loss_of, ids)
+                    self.is_graphed = True
                 except RuntimeError as error:
                     self.why_not_graphed = why_failed(error)
             self.loss += self._step(ids)

@@ -168,7 +168,9 @@ def cross(one: Fit, other: Fit) -> Crossing:
     exponents = np.linspace(start, end, math.ceil((end - start) * _STEPS_A_DECADE))
     found = _changes((one.law.loss(10**exponents) - other.law.loss(10**exponents))[None])[0]
     pairs = [(exponents[i], exponents[i + 1]) for i in np.flatnonzero(found)]
-    drawn = _changes(one.draws.loss(10**exponents) - other.draws.loss(10**exponents))
+    # Draws are made from the same random numbers for every fit; in another order they are apart.
+    order = np.random.default_rng(1).permutation(len(one.draws.alpha))
+    drawn = _changes(one.draws.loss(10**exponents) - other.draws.loss(10**exponents)[order])
     met = [_bisect(one.law, other.law, low, high) for low, high in pairs]
     return Crossing(one, other, met, 10**end, float(drawn.any(-1).mean()))
 

@@ -11,6 +11,7 @@ from midus.errors import MidusError
 from midus.memory.ultramem import EXPANSION
 from midus.studies.results import RESULTS_NAME, Row, is_done, read_results
 from midus.studies.trials import UNTOUCHED
+from midus.training.options import TrainOptions
 
 AXES = ("slots", "tokens")
 # What may differ within a series: the axis, the seed, what follows from them, and where things lie.
@@ -88,10 +89,16 @@ def read_series(out: Path, over: str, curves: bool = False) -> tuple[list[Series
     found: dict[str, Series] = {}
     done = [row for row in rows if is_done(row)]
     for row in done:
-        points = _curve_points(row) if curves else _end_points(row, over)
+        try:
+            points = _curve_points(row) if curves else _end_points(row, over)
+            facts = _facts(row, over, curves)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise MidusError(
+                f"{out / RESULTS_NAME}: the row of {row['method']} with key {row.get('key')!r} is "
+                f"not as a study writes it ({type(error).__name__}: {error}); remove its line"
+            ) from error
         if not points:
             continue
-        facts = _facts(row, over, curves)
         key = f"{row['method']} {sorted(facts.items())}"
         series = found.setdefault(key, Series(row["method"], facts, str(row["identity"])))
         series.points += points
@@ -102,7 +109,7 @@ def read_series(out: Path, over: str, curves: bool = False) -> tuple[list[Series
 
 def _end_points(row: Row, over: str) -> list[Point]:
     x = _slots(row) if over == "slots" else row.get("tokens")
-    loss = row["validation"]["loss"]
+    loss = float(row["validation"]["loss"])
     return [Point(float(x), loss, row["seed"], row["trainable"])] if x else []
 
 
@@ -125,11 +132,20 @@ def _slots(row: Row) -> int | None:
 
 def _facts(row: Row, over: str, curves: bool) -> dict[str, Any]:
     """What all runs of a series have in common; whole curves keep the length of their run."""
-    facts = {"base and data": str(row["identity"])[:8], **_flat(row["options"])}
+    facts = {"base and data": str(row["identity"])[:8], **_flat(_options(row))}
     free = [*_FREE, _AXIS_OPTIONS[over]]
     if curves:
         free.remove(_AXIS_OPTIONS["tokens"])
     return {name: value for name, value in facts.items() if name not in (*free, _STEPS)}
+
+
+def _options(row: Row) -> dict[str, Any]:
+    """A row's options with the defaults of those that are younger than it."""
+    options: dict[str, Any] = row["options"]
+    try:
+        return TrainOptions.from_dict(options).to_dict()
+    except (ValueError, TypeError):  # an option that is no more
+        return options
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

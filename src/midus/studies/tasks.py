@@ -105,6 +105,8 @@ class Tasks:
         except torch.OutOfMemoryError:
             if lm.batch_size_per_gpu == 1:
                 return {"error": "memory does not hold a batch of one"}
+        except Exception as error:  # whatever the harness or the device raises
+            return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
         # Behind the handler, whose error refers to what was in memory.
         torch.cuda.empty_cache()
         lm.batch_size_per_gpu //= 2

@@ -166,8 +166,7 @@ class TrialRun:
             loop.step(norms.take if norms and is_point else None)
             watch.count(a_step)
             pace.step()
-            # Known after the first steps: a capture can fail.
-            row["graphed"] = not loop.why_not_graphed
+            row["graphed"] = loop.is_graphed
             if (is_point or loop.done % _LOOK == 0) and not math.isfinite(loop.loss.item()):
                 row |= {"status": "diverged", "step": loop.done, "curve": curve}
                 return _Trained(loop, row, {})

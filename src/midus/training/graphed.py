@@ -39,10 +39,13 @@ class GraphedStep:
         self._batch = {name: tensor.clone() for name, tensor in example.items()}
         before = [parameter.grad for parameter in self._trained]
         device = next(iter(example.values())).device
+        outer = torch.cuda.current_stream(device)
         try:
             with causal_attention(model), torch.cuda.device(device):
                 self._capture(loss_of, torch.cuda.Stream(device), before)
         except RuntimeError:
+            # Where the end of a capture fails, PyTorch does not leave its stream.
+            torch.cuda.set_stream(outer)
             for parameter, old in zip(self._trained, before, strict=True):
                 parameter.grad = old
             raise
