@@ -569,9 +569,9 @@ def test_configs_that_cannot_be(midus, place, changes, part):
     ["a\nb", "\x1b[2J", "x" * 5000, "~nobody-here/x", "a/b/c", "\0", "x.gguf\n.gguf"],
     ids=lambda value: value[:12].encode("unicode_escape").decode(),
 )
-def test_odd_names_of_models(midus, place, source):
+def test_odd_names_of_models(midus, place, source, monkeypatch):
+    monkeypatch.chdir(place)
     for command in (("inspect", source), ("merge", "delta", "OUT", "--base", source)):
-        os.chdir(place)
         result = midus(*command)
         assert result.code == 2, result.err
         assert_sentence(result.err)

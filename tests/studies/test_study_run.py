@@ -1,6 +1,7 @@
 """Whole studies: what a row says, nothing runs twice, and no trial takes the others with it."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -187,7 +188,7 @@ def test_other_tokens_are_refused_in_a_begun_folder(finished, material, tmp_path
 
 
 def test_the_command_runs_the_tiny_grid_and_reports_it(midus, material, tmp_path):
-    grid = "studies/tiny.yaml"
+    grid = Path(__file__).parents[2] / "studies" / "tiny.yaml"
     sets = [f"--set=run.model={material['base']}", f"--set=run.data.sources={material['tokens']}"]
     sets += ["--set=final_seeds=[1]", "--set=run.data.max_tokens=256"]
     plan = midus("study", "run", grid, "--out", tmp_path, "--dry-run", *sets)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -326,7 +327,7 @@ def test_without_matplotlib_there_is_no_picture(midus, studied, monkeypatch):
 
 
 def test_the_grid_has_four_or_more_places_on_both_axes():
-    trials = search_trials(read_study("studies/scaling.yaml"))
+    trials = search_trials(read_study(Path(__file__).parents[2] / "studies" / "scaling.yaml"))
     own = [t.options for t in trials if t.method == "hml"]
     ns = {o.upscale.memory.num_subkeys for o in own}
     tokens = {o.data.max_tokens for o in own}
