@@ -28,3 +28,4 @@ if __name__ == "__main__":
     if accelerator.is_main_process:
         with open(sys.argv[2], "w") as file:
             json.dump({"processes": accelerator.num_processes, "losses": losses}, file)
+    accelerator.end_training()

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from midus.training import run as runs_module
+from midus.training.distributed import leave_together
 
 
 class Gradients(TrainerCallback):
@@ -57,6 +58,7 @@ def main(
         }
         (folder / name / "facts.json").write_text(json.dumps(facts))
         save_file(seen["callback"].gradients, folder / name / "gradients.safetensors")
+    leave_together()
 
 
 if __name__ == "__main__":

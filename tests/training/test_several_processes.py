@@ -8,28 +8,34 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from runs import make_options
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "several_processes.py"
+COMMAND = Path(__file__).parent / "command_of_several.py"
 TESTS = Path(__file__).parents[1]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": f"{TESTS}:{SCRIPT.parent}",
+}
+
+
+def run(command):
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def launch(folder, name, sharding="none", processes=2, per_device=2, control="none", resume=False):
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": f"{TESTS}:{SCRIPT.parent}",
-    }
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(SCRIPT), str(folder), name, sharding, str(per_device), control]
-    done = subprocess.run(command + ["resume"] * resume, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = [*(TORCHRUN if processes > 1 else [sys.executable]), str(SCRIPT)]
+    command += [str(folder), name, sharding, str(per_device), control]
+    run(command + ["resume"] * resume)
     return json.loads((folder / name / "facts.json").read_text())
 
 
@@ -78,3 +84,14 @@ def test_a_sharded_lora_run_equals_one_process(folder):
     assert facts["sharded"] == facts["parameters"]
     file = "model/adapter_model.safetensors"
     assert difference(folder, "lora-fsdp2", file, one="lora") < 1e-8
+
+
+def test_the_command_prints_once_and_its_processes_leave_together(tmp_path):
+    """Who does not leave is aborted at its end by gloo's threads, one time in many."""
+    options = make_options(tmp_path, batch_size=4, trainer={"max_steps": 2})
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(options.to_dict()))
+    out = run([*TORCHRUN, str(COMMAND), str(tmp_path), "train", str(file)])
+    assert out.count("steps      2") == 1
+    assert (tmp_path / "run" / "model" / "delta.safetensors").is_file()
+    assert [(tmp_path / f"left-{rank}").read_text() for rank in (0, 1)] == ["True", "True"]

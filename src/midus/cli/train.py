@@ -36,7 +36,7 @@ def train(
     if dry_run:
         _print_plan(options)
         return
-    from midus.training.distributed import is_first_rank
+    from midus.training.distributed import is_first_rank, leave_together
     from midus.training.run import train as run
 
     def say(sentence: str) -> None:
@@ -44,6 +44,7 @@ def train(
             console.err.print(sentence)
 
     result = run(options, resume=resume, track=console.track, say=say)
+    leave_together()
     if not is_first_rank():
         return
     before, after = (result.losses[f"{when}_perplexity"] for when in ("before", "after"))

@@ -56,3 +56,17 @@ def is_first_rank() -> bool:
     from accelerate import PartialState
 
     return bool(PartialState().is_main_process)
+
+
+def leave_together() -> None:
+    """Ends communication once every process is here; the last thing a process of several does.
+
+    Without it gloo's threads outlive the interpreter now and then, and abort a run that is done
+    (pytorch#179291).
+    """
+    from accelerate import PartialState
+
+    world = PartialState()
+    if world.num_processes > 1:
+        world.wait_for_everyone()
+        world.destroy_process_group()
