@@ -11,7 +11,8 @@ from midus.studies.checking import refuse_ignored, refuse_own
 from midus.studies.fairness import check_fair
 from midus.studies.options import MethodOptions, StudyOptions
 from midus.studies.trials import Trial
-from midus.training.options import TrainOptions, set_option
+from midus.training.options import TrainOptions
+from midus.training.reading import set_option
 
 
 def search_trials(study: StudyOptions) -> list[Trial]:

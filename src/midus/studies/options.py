@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from midus.errors import MidusError
-from midus.training.options import build_options, numeric, read_yaml
+from midus.training.reading import build_options, numeric, read_yaml
 
 MEASURES = ("slots", "gradients", "rank")
 

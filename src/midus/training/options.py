@@ -5,13 +5,14 @@ under ``trainer:``. An unknown key is an error, and every run saves the options 
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from midus.config import MemoryConfig, UpscaleConfig
 from midus.data.options import DataOptions
 from midus.errors import MidusError
+from midus.training.reading import build_options, read_yaml
 
 STAGES = ("cpt", "sft")
 RECIPES = ("paper", "short")
@@ -263,128 +264,6 @@ def read_options(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) 
         return TrainOptions.from_dict(values)
     except MidusError as error:
         raise MidusError(f"{path}: {error}") from error
-
-
-def read_yaml(
-    path: str | Path, overrides: list[str] | tuple[str, ...], example: str
-) -> dict[str, Any]:
-    """The mapping a YAML file holds, with ``a.b=value`` overrides.
-
-    Args:
-        path: The file.
-        overrides: As `read_options` takes them.
-        example: What its first line might be, for messages.
-    """
-    import yaml
-
-    file = Path(path)
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise MidusError(f"{file} cannot be read ({error.strerror}); give a YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise MidusError(f"{file} is not valid YAML ({reason})") from error
-    if not isinstance(values, dict):
-        raise MidusError(f"{file} holds no options; write them as `{example}` and so on")
-    for override in overrides:
-        _override(values, override)
-    return values
-
-
-def _override(values: Any, override: str) -> None:
-    import yaml
-
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise MidusError(f"--set {override!r} must be a key and a value, such as optimizer.lr=1e-4")
-    try:
-        value = numeric(yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        raise MidusError(f"--set {override!r}: {text!r} is no YAML value") from error
-    set_option(values, key, value, f"--set {override!r}")
-
-
-def set_option(values: Any, key: str, value: Any, said: str) -> None:
-    """Puts a value into nested options.
-
-    Args:
-        values: What a YAML file holds; it is changed.
-        key: Names with dots between them; a number reaches into a list.
-        value: What stands there then.
-        said: Who asks for it, for messages.
-    """
-    *path, last = key.split(".")
-    place = values
-    for part in path:
-        if isinstance(place, list) and part.isdigit() and int(part) < len(place):
-            if isinstance(place[int(part)], str):
-                place[int(part)] = {"path": place[int(part)]}  # a source written as its path
-            place = place[int(part)]
-        elif isinstance(place, dict):
-            if place.get(part) is None:
-                place[part] = {}
-            place = place[part]
-        else:
-            raise MidusError(f"{said}: there is no {part!r} in the file to set it in")
-    if isinstance(place, list) and last.isdigit() and int(last) < len(place):
-        place[int(last)] = value
-    elif isinstance(place, dict):
-        place[last] = value
-    else:
-        raise MidusError(f"{said}: there is no {last!r} in the file to set it in")
-
-
-def numeric(value: Any) -> Any:
-    """YAML 1.1 takes 1e-4 for a string; people mean the number."""
-    if isinstance(value, dict):
-        return {key: numeric(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [numeric(item) for item in value]
-    if isinstance(value, str) and "e" in value.lower():
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def build_options(cls: type[Any], values: Any, where: str) -> Any:
-    """A dataclass from a mapping, nested ones included."""
-    if not isinstance(values, dict):
-        raise MidusError(f"{where.rstrip('.')}={values!r} must be a mapping of options")
-    known = {f.name: f for f in fields(cls)}
-    for key in values:
-        if key not in known:
-            names = ", ".join(known)
-            raise MidusError(f"unknown option {where}{key}; known options: {names}")
-    types = get_type_hints(cls)
-    made: dict[str, Any] = {}
-    for name, value in values.items():
-        kind = next((t for t in (types[name], *get_args(types[name])) if is_dataclass(t)), None)
-        if kind is DataOptions:
-            made[name] = DataOptions.from_dict(numeric(value))
-        elif kind is not None and value is None and types[name] is kind:
-            continue  # null takes the section's defaults
-        elif kind is not None and get_origin(types[name]) is dict:
-            if not isinstance(value, dict):
-                raise MidusError(f"{where}{name}={value!r} must be a mapping of options by name")
-            made[name] = {
-                part: build_options(kind, own, f"{where}{name}.{part}.")  # type: ignore[arg-type]
-                for part, own in value.items()
-            }
-        elif kind is not None and value is not None:
-            made[name] = build_options(kind, value, f"{where}{name}.")  # type: ignore[arg-type]
-        else:
-            made[name] = numeric(value)
-    missing = [
-        f"{where}{name}"
-        for name, f in known.items()
-        if name not in made and f.default is f.default_factory  # both MISSING
-    ]
-    if missing:
-        raise MidusError(f"{missing[0]} is missing; add it to the file")
-    return cls(**made)
 
 
 def _refuse_owned(trainer: Any) -> None:
