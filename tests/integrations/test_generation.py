@@ -1,5 +1,10 @@
 """Every way transformers generates, against a loop of whole forward passes written by hand."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from tiny import MEMORY, TOLERANCE, fill_tables, grown, load, prompt_ids, relative_error, save_base
@@ -214,10 +219,18 @@ def test_continuous_batching_gives_every_request_its_own_tokens(is_fused, monkey
         assert answer.generated_tokens == by_hand(model, prompt)[0, prompt.shape[1] :].tolist()
 
 
+def generate_on_a_gpu(kind, cache):
+    script = Path(__file__).with_name("cached_generation.py")
+    environment = {**os.environ, "PYTHONPATH": str(script.parents[1])}
+    command = [sys.executable, str(script), kind, cache]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", ["offloaded", "static", "offloaded_static"])
-def test_on_a_gpu_every_cache_gives_the_same_tokens(cache):
-    model = endless(grown()).cuda()
-    ids = IDS.cuda()
-    expected = by_hand(model, ids)
-    assert torch.equal(generate(model, ids, cache_implementation=cache), expected)
+def test_on_a_gpu_every_cache_the_base_can_use_gives_the_same_tokens(cache):
+    base = generate_on_a_gpu("base", cache)
+    if base.returncode:
+        pytest.skip(f"transformers' own Llama fails with {cache}: {base.stderr[-500:]}")
+    found = generate_on_a_gpu("grown", cache)
+    assert found.returncode == 0, found.stderr[-3000:]
