@@ -12,6 +12,7 @@ from midus.errors import MidusError
 from midus.training.reading import build_options, numeric, read_yaml
 
 MEASURES = ("slots", "gradients", "rank")
+PAPERS = ("general", "math")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,8 @@ class StudyOptions:
     """Benchmark tasks of the untouched base and of every final seed's model; default: none."""
     eval_batch_size: int = 16
     """Sequences of one forward pass in evaluation."""
+    paper: str | None = None
+    """Which order of the paper's the report puts beside this one: after general text, or math."""
 
     def __post_init__(self) -> None:
         """Check what needs neither model nor data."""
@@ -120,6 +123,8 @@ class StudyOptions:
         for name in self.measure:
             if name not in MEASURES:
                 raise MidusError(f"measure={name!r} is unknown; choose from {', '.join(MEASURES)}")
+        if self.paper not in (None, *PAPERS):
+            raise MidusError(f"paper={self.paper!r} is unknown; choose from {', '.join(PAPERS)}")
         if self.tasks and not self.final_seeds:
             raise MidusError("tasks are measured of final models; give final_seeds")
         _check_search("search", self.search)
@@ -155,12 +160,44 @@ class StudyOptions:
 
 
 def read_study(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> StudyOptions:
-    """The study of a YAML file, with ``a.b=value`` overrides."""
-    values = read_yaml(path, overrides, "name: my study")
+    """The study of a YAML file, with ``a.b=value`` overrides.
+
+    ``like: other.yaml`` takes everything from another one, beside it: what both say counts as this
+    one says it, mapping by mapping, and null takes something away.
+    """
+    values = _with_like(Path(path), overrides, ())
     try:
         return StudyOptions.from_dict(values)
     except MidusError as error:
         raise MidusError(f"{path}: {error}") from error
+
+
+def _with_like(
+    path: Path, overrides: list[str] | tuple[str, ...], before: tuple[Path, ...]
+) -> dict[str, Any]:
+    values = read_yaml(path, overrides, "name: my study")
+    if "like" not in values:
+        return values
+    other = values.pop("like")
+    if not isinstance(other, str):
+        raise MidusError(f"{path}: like={other!r} must be a file beside it, such as math.yaml")
+    seen = (*before, path.resolve())
+    if (path.parent / other).resolve() in seen:
+        raise MidusError(f"{path}: like={other!r} leads back to itself; name another study")
+    try:
+        return _merged(_with_like(path.parent / other, (), seen), values)
+    except MidusError as error:
+        raise MidusError(f"{path}: like: {error}") from error
+
+
+def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    merged = {**base, **own}
+    for name in base.keys() & own.keys():
+        if isinstance(base[name], dict) and isinstance(own[name], dict):
+            merged[name] = _merged(base[name], own[name])
+        elif own[name] is None:
+            del merged[name]
+    return merged
 
 
 def _are_seeds(values: Any) -> bool:

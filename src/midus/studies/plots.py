@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from midus.plot_style import STYLE
-from midus.studies.report import Line, StudyReport
+from midus.studies.figures import Line
+from midus.studies.report import StudyReport
 
 CURVES_NAME, PARAMETERS_NAME = "curves.png", "parameters.png"
 

@@ -1,41 +1,35 @@
 """A study's results as a Markdown page: chosen on validation, reported on test."""
 
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from midus.studies.choosing import Choice, choose, final_rows, search_rows
+from midus.studies.choosing import choose, final_rows, search_rows
 from midus.studies.fairness import count_trials, differences
+from midus.studies.figures import (
+    Line,
+    Pick,
+    of_task,
+    of_text,
+    on_test,
+    on_validation,
+    peak_gb,
+    shown_tasks,
+    spread,
+    tasks_mean,
+    to_table,
+)
 from midus.studies.folder import read_study_folder
 from midus.studies.grid import search_trials
 from midus.studies.options import StudyOptions
+from midus.studies.paper_rows import Searched
+from midus.studies.paper_section import beside_the_paper
 from midus.studies.results import Row, is_done, read_results
 from midus.studies.trials import base_key
 
 REPORT_NAME = "report.md"
-Pick = Callable[[Row], float | None]
 # Beside a speed whose steps were launched kernel by kernel.
 _EAGER = "†"
-
-
-@dataclass(frozen=True)
-class Line:
-    """One method in the table."""
-
-    label: str
-    choice: Choice | None
-    """What its search came to; None for the untouched base."""
-    rows: list[Row]
-    """The chosen setting's trials that are done, one a seed."""
-    num_seeds: int = 1
-    """Trials there were, those that failed included."""
-
-    def values(self, pick: Pick) -> list[float]:
-        """A figure of every seed that has it."""
-        found = [pick(row) for row in self.rows]
-        return [value for value in found if value is not None]
 
 
 @dataclass(frozen=True)
@@ -47,18 +41,26 @@ class StudyReport:
     """By test perplexity, best first; the untouched base last."""
     missing: dict[str, str]
     """Methods that are not in the table, and why."""
-    trials: list[Row]
-    """Every trial of the search, by validation loss."""
+    searched: Searched
+    """Every trial of the search, method by method, with its row where it has ended."""
+
+    @property
+    def trials(self) -> list[Row]:
+        """The rows of the search, by validation loss."""
+        rows = [row for _, row in self.searched if row is not None]
+        return sorted(rows, key=lambda row: (not is_done(row), on_validation(row) or 0.0))
 
 
 def make_report(out: Path) -> StudyReport:
     """Reads a study's folder; methods whose search has not ended are named as missing."""
     study, identity = read_study_folder(out)
     rows = read_results(out)
-    lines, missing, trials = [], {}, []
+    lines: list[Line] = []
+    missing: dict[str, str] = {}
+    searched: Searched = []
     for name, method in study.methods.items():
         found = search_rows(study, identity, rows, name)
-        trials += [row for _, row in found if row is not None]
+        searched += found
         left = sum(row is None for _, row in found)
         choice = choose(study, identity, rows, name)
         if choice is None:
@@ -74,20 +76,19 @@ def make_report(out: Path) -> StudyReport:
             missing[name] = "every final seed failed"
         else:
             lines.append(Line(method.label or name, choice, done, len(finals)))
-    lines.sort(key=lambda line: statistics.mean(line.values(_test)))
+    lines.sort(key=lambda line: statistics.mean(line.values(on_test)))
     base = rows.get(base_key(search_trials(study)[0].options, identity))
     lines += [Line("the base, untouched", None, [base])] if base and is_done(base) else []
-    trials.sort(key=lambda row: (not is_done(row), _validation(row) or 0.0))
-    return StudyReport(study, lines, missing, trials)
+    return StudyReport(study, lines, missing, searched)
 
 
 def to_markdown(report: StudyReport, figures: list[str]) -> str:
-    """The page: the table, what it leaves out, pictures, and every trial."""
+    """The page: the table, what it leaves out, pictures, the paper's order, and every trial."""
     study = report.study
     parts = [f"# {study.name}", _preface(report)]
-    tasks = _task_columns(_shown_tasks(report))
+    tasks = _task_columns(shown_tasks(report.study, report.lines))
     cells = [_cells(line, study, tasks) for line in report.lines]
-    parts.append(_table(_columns(study, tasks), cells))
+    parts.append(to_table(_columns(study, tasks), cells))
     edges = [
         f"- {line.label}: the best {', '.join(line.choice.at_edge)} is the smallest or largest "
         "that was tried; a wider search may find a better one."
@@ -101,9 +102,11 @@ def to_markdown(report: StudyReport, figures: list[str]) -> str:
     if any(map(_is_eager, [*report.trials, *(row for line in report.lines for row in line.rows)])):
         parts.append(f"{_EAGER} Steps were no CUDA graphs: slower, with the same results.")
     parts += [f"![{name}]({name})" for name in figures]
+    if beside := beside_the_paper(study, report.lines, report.searched):
+        parts.append(beside)
     parts.append("## Every trial of the search")
     columns = ["method", "setting", "seed", "validation", "tokens/s", "GB", "ended"]
-    parts.append(_table(columns, [_trial_cells(row) for row in report.trials]))
+    parts.append(to_table(columns, [_trial_cells(row) for row in report.trials]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -167,12 +170,12 @@ def _cells(line: Line, study: StudyOptions, tasks: dict[str, Pick]) -> list[str]
         (choice.setting if choice else "") or "-",
         trials,
         _seeds(line),
-        spread(line.values(_validation), 3),
-        spread(line.values(_test), 3),
-        *(spread(line.values(_of_text(name)), 2) for name in study.texts),
-        *(_of_every_seed(line, pick) for pick in tasks.values()),
+        spread(line.values(on_validation), 3),
+        spread(line.values(on_test), 3),
+        *(spread(line.values(of_text(name)), 2) for name in study.texts),
+        *(spread(line.of_every_seed(pick), 2) for pick in tasks.values()),
         _speed(rows),
-        spread([max(line.values(_peak))] if line.values(_peak) else [], 1),
+        spread([max(line.values(peak_gb))] if line.values(peak_gb) else [], 1),
     ]
 
 
@@ -194,7 +197,7 @@ def _is_eager(row: Row) -> bool:
 
 
 def _trial_cells(row: Row) -> list[str]:
-    perplexity = _validation(row)
+    perplexity = on_validation(row)
     return [
         row["method"],
         row["setting"] or "-",
@@ -206,41 +209,6 @@ def _trial_cells(row: Row) -> list[str]:
     ]
 
 
-def spread(values: list[float], digits: int) -> str:
-    """A mean, with the standard deviation where there is more than one value."""
-    if not values:
-        return "-"
-    mean = f"{statistics.mean(values):,.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):,.{digits}f}"
-
-
-def _validation(row: Row) -> float | None:
-    return _perplexity(row.get("validation"))
-
-
-def _test(row: Row) -> float | None:
-    return _perplexity(row.get("test"))
-
-
-def _peak(row: Row) -> float | None:
-    value: float | None = row.get("peak_gb")
-    return value
-
-
-def _of_text(name: str) -> Pick:
-    def pick(row: Row) -> float | None:
-        value: float | None = row["texts"].get(name, {}).get("word_perplexity")
-        return value
-
-    return pick
-
-
-def _shown_tasks(report: StudyReport) -> Row:
-    """A row with the tasks the table shows: the base's, which is measured anew for other tasks."""
-    rows = [row for line in reversed(report.lines) for row in line.rows if row.get("tasks")]
-    return rows[0] if report.study.tasks and rows else {}
-
-
 def _task_columns(shown: Row) -> dict[str, Pick]:
     """By heading: a column a task, and their mean; nothing without tasks."""
     columns: dict[str, Pick] = {}
@@ -249,31 +217,15 @@ def _task_columns(shown: Row) -> dict[str, Pick]:
         metric = next(key for key in scores if key not in ("stderr", "n", "error"))
         is_share = "perplexity" not in metric and metric != "bits_per_byte"
         heading = f"{name}, {metric} %" if is_share else f"{name}, {metric}"
-        columns[heading] = _of_task(shown, name, metric, 100 if is_share else 1)
+        columns[heading] = of_task(shown, name, metric, 100 if is_share else 1)
         has_shares = has_shares or is_share
     if has_shares:
-        columns["tasks, mean %"] = _of_task(shown, None, "tasks_mean", 100)
+        columns["tasks, mean %"] = tasks_mean(shown)
     return columns
 
 
-def _of_task(shown: Row, name: str | None, metric: str, scale: int) -> Pick:
-    def pick(row: Row) -> float | None:
-        if row.get("tasks_of") != shown["tasks_of"]:
-            return None
-        value = (row["tasks"][name] if name else row)[metric]
-        return None if value is None else scale * value
-
-    return pick
-
-
-def _of_every_seed(line: Line, pick: Pick) -> str:
-    """A spread over all seeds; nothing where one has no figure, as others may be the lucky ones."""
-    values = line.values(pick)
-    return spread(values if len(values) == len(line.rows) else [], 2)
-
-
 def _missing_tasks(report: StudyReport) -> list[str]:
-    shown = _shown_tasks(report)
+    shown = shown_tasks(report.study, report.lines)
     notes = []
     for line in report.lines if shown else []:
         found = [row for row in line.rows if row.get("tasks_of") == shown["tasks_of"]]
@@ -283,13 +235,3 @@ def _missing_tasks(report: StudyReport) -> list[str]:
         errors = {n: s["error"] for row in found for n, s in row["tasks"].items() if "error" in s}
         notes += [f"- {line.label}: {name} failed ({why})." for name, why in errors.items()]
     return notes
-
-
-def _perplexity(score: Any) -> float | None:
-    value: float | None = score["perplexity"] if score else None
-    return value
-
-
-def _table(columns: list[str], rows: list[list[str]]) -> str:
-    rule = ["---", *["---:" for _ in columns[1:]]]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [columns, rule, *rows])
