@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from midus.cli.study_scaling import scaling
+from midus.cli.study_sft import sft
 
 study = typer.Typer(
     help="Compare methods by many short trainings that differ in nothing else.",
@@ -88,6 +89,7 @@ def report(
 
 
 study.command()(scaling)
+study.command()(sft)
 
 
 def _print_trials(options: Any) -> None:

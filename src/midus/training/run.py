@@ -5,12 +5,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from midus.data import DataOptions, prepare_text, read_instructions
 from midus.errors import MidusError
@@ -92,6 +93,7 @@ def train(
     resume: bool = False,
     track: Track = lambda items, _: items,
     say: Callable[[str], None] = lambda _: None,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> TrainResult:
     """Trains, and leaves model, metrics, plot and result in ``options.output``.
 
@@ -100,6 +102,8 @@ def train(
         resume: Go on from the newest checkpoint in the output, or begin if there is none.
         track: Wraps loops in a progress bar.
         say: Is told in a sentence what happens.
+        callbacks: Of the trainer, besides ours. To stop a run that is to go on later, raise in
+            ``on_save``: a run that was told to stop by ``control`` counts as one that has ended.
     """
     from accelerate import PartialState
 
@@ -113,6 +117,8 @@ def train(
     world.wait_for_everyone()
     checkpoint = last_checkpoint(run) if resume else None
     trainer, start = make_trainer(options, world.num_processes, track, say)
+    for callback in callbacks:
+        trainer.add_callback(callback)
     started = time.perf_counter()
     if checkpoint and trainer.take_finished(checkpoint):
         say(f"{checkpoint} is the end of the run; nothing is left to train")
@@ -299,21 +305,43 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse_other_options(old: dict[str, Any], new: dict[str, Any], run: Path) -> None:
-    before, now = _flat(old), _flat(new)
+    if changed := changed_option(old, new):
+        key, before, now = changed
+        raise MidusError(
+            f"{run} was begun with {key}={before!r} and not {now!r}; resume with the same options, "
+            "or choose another output"
+        )
+
+
+def changed_option(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first option, old value and new, that makes another run of it; None where there is none.
+
+    Args:
+        old: Options that a run was begun with, as it saved them.
+        new: Options that it is to go on with.
+    """
+    before, now = deciding_options(old), deciding_options(new)
     for name, value in _BEFORE.items():
         if name in now:
             before.setdefault(name, value)
-    for flat in (before, now):
-        flat["model"] = source_id(flat["model"])  # one place by two names is one place
-    free = set(_FREE)
-    if not new["keep_best"] and not new["early_stopping_patience"]:
-        free.add("trainer.eval_steps")
     for key in sorted(before.keys() | now.keys()):
-        if key not in free and before.get(key) != now.get(key):
-            raise MidusError(
-                f"{run} was begun with {key}={before.get(key)!r} and not {now.get(key)!r}; resume "
-                "with the same options, or choose another output"
-            )
+        if before.get(key) != now.get(key):
+            return key, before.get(key), now.get(key)
+    return None
+
+
+def deciding_options(values: dict[str, Any]) -> dict[str, Any]:
+    """By names with dots, those that decide a run's weights.
+
+    Args:
+        values: Every option, as a run saves them.
+    """
+    flat = _flat(values)
+    flat["model"] = source_id(flat["model"])  # one place by two names is one place
+    free = set(_FREE)
+    if not values.get("keep_best") and not values.get("early_stopping_patience"):
+        free.add("trainer.eval_steps")
+    return {name: value for name, value in flat.items() if name not in free}
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:

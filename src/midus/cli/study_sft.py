@@ -1,0 +1,77 @@
+"""`midus study sft`: the base and the final models of a study, fine-tuned alike and compared."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from midus.errors import MidusError
+
+
+def sft(
+    folder: Annotated[Path, typer.Argument(help="Folder of a study that has kept final models.")],
+    config: Annotated[
+        Path,
+        typer.Argument(help="YAML file of midus train, stage sft; its model is replaced."),
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="Folder of the results below sft; default: the file's name.")
+    ] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Stop at the next step after so many seconds.")
+    ] = None,
+    only: Annotated[
+        str, typer.Option(help="Methods, with commas; untouched is the base; default: all.")
+    ] = "",
+    seeds: Annotated[
+        str, typer.Option(help="Seeds of the study, with commas, as in 0,1000; default: all.")
+    ] = "",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Change an option, as in optimizer.lr=1e-5.")
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the fine-tuned models; default: figures only.")
+    ] = False,
+) -> None:
+    """Fine-tune the base and every kept final model with the same options, one after the other.
+
+    Stopped or killed, the same command goes on; a model that has a row is not run again.
+    """
+    chosen = [_seed(part) for part in seeds.split(",") if part.strip()]
+    from midus.cli import console
+    from midus.studies.sft import run_sft
+    from midus.studies.sft_report import write_sft_report
+
+    console.quieten_libraries()
+    with console.without_foreign_bars():
+        progress = run_sft(
+            folder,
+            config,
+            name=name,
+            settings=settings or [],
+            only=[part.strip() for part in only.split(",") if part.strip()],
+            seeds=chosen,
+            keep=keep,
+            time_limit=time_limit,
+            say=lambda sentence: console.err.print(sentence, soft_wrap=True),
+            track=console.track,
+        )
+    path, text = write_sft_report(folder, progress.name)
+    console.out.print(text)
+    console.out.print(f"ran        {progress.ran:,} models")
+    if progress.is_out_of_time:
+        console.out.print(
+            f"stopped    time is up, {progress.left:,} are left; the same command goes on"
+        )
+    console.out.print(f"written    {path}")
+    if progress.skipped:
+        raise MidusError(
+            f"{progress.ran} models were fine-tuned and {len(progress.skipped)} could not be; the "
+            f"first of them is {progress.skipped[0]}"
+        )
+
+
+def _seed(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise MidusError(f"seeds={text.strip()!r} must be a whole number from 0, as in 0,1000")
+    return int(text)

@@ -1,0 +1,295 @@
+"""Fine-tuning of a study's finalists: the base and every kept model, one after the other.
+
+Paper, Section 5.1: after continual pre-training all parameters are fine-tuned on instructions, at
+one rate for every method. Each model is one run of `midus train`, then read as in the study.
+"""
+
+import gc
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from midus.errors import MidusError
+from midus.models.fused_base import fuse_blocks
+from midus.reports import conditions, write_json
+from midus.studies.finalists import (
+    Finalist,
+    check_kept,
+    find_finalists,
+    select_finalists,
+    starting_source,
+)
+from midus.studies.folder import opened, read_study_folder
+from midus.studies.grid import search_trials
+from midus.studies.material import Material
+from midus.studies.options import StudyOptions
+from midus.studies.results import RESULTS_NAME, NotWritten, Row, add_result
+from midus.studies.scoring import mean_loss, score, score_text
+from midus.studies.sft_options import FOLDER, Sft, begin_sft, checked_name, read_sft_options
+from midus.studies.sft_run import (
+    MERGED_NAME,
+    TASKS_NAME,
+    SftCallback,
+    TimeIsUp,
+    end_of,
+    open_run,
+    seconds_of,
+    tidy_run,
+)
+from midus.studies.tasks import Tasks
+from midus.studies.timing import Deadline
+from midus.training.checkpoint import read_weights
+from midus.training.loss import use_chunked_loss
+from midus.training.options import TrainOptions
+from midus.training.run import MODEL_NAME, RESULT_NAME, hardware, train
+from midus.training.starting import start_model
+from midus.upscaling.method import Track
+
+_NO_MEMORY = (
+    "memory does not hold it; lower trainer.per_device_train_batch_size for all models, under "
+    "another --name"
+)
+
+
+@dataclass(frozen=True)
+class SftProgress:
+    """How far a fine-tuning of finalists is."""
+
+    name: str
+    ran: int
+    """Models that ended in this call."""
+    left: int
+    is_out_of_time: bool
+    skipped: list[str]
+    """What could not be fine-tuned, and why; the others have been."""
+
+
+def run_sft(
+    folder: Path,
+    config: Path,
+    *,
+    name: str | None = None,
+    settings: Sequence[str] = (),
+    only: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    keep: bool = False,
+    time_limit: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    track: Track = lambda items, _: items,
+    deadline: Deadline | None = None,
+) -> SftProgress:
+    """Fine-tunes what has not been, and leaves a row a model in ``sft/NAME/results.jsonl``.
+
+    Args:
+        folder: Of a study that has kept final models.
+        config: A file of `midus train` of stage sft; its model and output are replaced.
+        name: Of the folder below ``sft``; default: the file's name.
+        settings: ``a.b=value`` overrides of the file.
+        only: Methods to fine-tune, ``untouched`` for the base; default: all.
+        seeds: Of the study, whose models are fine-tuned; default: all.
+        keep: Keep the fine-tuned models.
+        time_limit: Seconds after which it stops at the next step, to go on in another call.
+        say: Is told in a sentence what happens.
+        track: Wraps loops in a progress bar.
+        deadline: Stands for ``time_limit``, with a clock of its own.
+    """
+    deadline = deadline or Deadline(time_limit)
+    study, identity = read_study_folder(folder)
+    name = checked_name(config.stem if name is None else name)
+    finalists = select_finalists(find_finalists(folder, study, identity), only, seeds)
+    check_kept(finalists)
+    base = search_trials(study)[0].options
+    options = read_sft_options(config, list(settings), base.model)
+    material = Material(base.model, base.data.sources[0].path, study.texts)
+    with opened(folder, study, material):
+        sft = begin_sft(folder, name, options)
+        tasks = Tasks(study.tasks, base.model) if study.tasks else None
+        session = _Session(folder, study, material, sft, options, tasks, deadline, say, track)
+        is_done = session.run(finalists, keep)
+    ended = read_rows(folder, name)
+    left = sum(sft.key(finalist) not in ended for finalist in finalists)
+    return SftProgress(name, session.ran, left, not is_done, session.skipped)
+
+
+def read_rows(folder: Path, name: str) -> dict[str, Row]:
+    """Every model that has been fine-tuned, by key; a line that a kill cut short is left out."""
+    path = folder / FOLDER / name / RESULTS_NAME
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise MidusError(f"{path} cannot be read ({error}); move it away") from error
+    rows: dict[str, Row] = {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(row, dict) or "key" not in row:
+            raise MidusError(f"{path} has a line that is no result of a fine-tuning; remove it")
+        rows.setdefault(row["key"], row)
+    return rows
+
+
+class _Session:
+    """What the runs of one call have in common."""
+
+    def __init__(
+        self,
+        folder: Path,
+        study: StudyOptions,
+        material: Material,
+        sft: Sft,
+        options: TrainOptions,
+        tasks: Tasks | None,
+        deadline: Deadline,
+        say: Callable[[str], None],
+        track: Track,
+    ) -> None:
+        self._folder, self._study, self._material = folder, study, material
+        self._sft, self._options, self._tasks = sft, options, tasks
+        self._deadline, self._say, self._track = deadline, say, track
+        self._out = folder / FOLDER / sft.name
+        self.ran = 0
+        self.skipped: list[str] = []
+        """What could not be fine-tuned, and why."""
+
+    def run(self, finalists: list[Finalist], keep: bool) -> bool:
+        """Fine-tunes those that have no row; False where time was up before the end."""
+        for number, finalist in enumerate(finalists, start=1):
+            key, run = self._sft.key(finalist), self._out / finalist.name
+            row = read_rows(self._folder, self._sft.name).get(key)
+            if row is None:
+                if self._deadline.is_past():
+                    return False
+                self._say(f"{number} of {len(finalists)}: {finalist.said}")
+                try:
+                    row = self._fine_tune(finalist, key, run, keep)
+                except NotWritten:
+                    raise
+                except MidusError as error:  # the others can still run
+                    self._skip(finalist, str(error))
+                    continue
+                except torch.OutOfMemoryError:
+                    self._skip(finalist, _NO_MEMORY)
+                    continue
+                finally:
+                    self._release()
+                if row is None:
+                    return False
+                add_result(self._out, row)
+                self.ran += 1
+                self._say(f"  {_said(row)}")
+            elif keep and not row.get("model"):
+                self._say(
+                    f"{finalist.said} has ended and was not kept; remove its line from "
+                    f"{RESULTS_NAME} to run it again"
+                )
+            # Of a row that a call before this one wrote, too: it may have been killed right after.
+            tidy_run(run, keeps_model=bool(row.get("model")))
+        return True
+
+    def _fine_tune(self, finalist: Finalist, key: str, run: Path, keep: bool) -> Row | None:
+        """One run of `midus train`, and the row of its model; None where time was up."""
+        open_run(run, key)
+        source = starting_source(finalist, self._material, run / MERGED_NAME)
+        options = replace(self._options, model=source, output=str(run))
+        callback = SftCallback(self._deadline)
+        try:
+            result = train(
+                options, resume=True, track=self._track, say=self._say, callbacks=[callback]
+            )
+        except TimeIsUp:
+            return None
+        self._release()
+        measured = self._measure(finalist, options, run)
+        if measured is None:
+            return None
+        seconds = seconds_of(run)
+        told = json.loads((run / RESULT_NAME).read_text())
+        return {
+            "key": key,
+            "sft": self._sft.name,
+            "study": self._study.name,
+            "method": finalist.method,
+            "seed": finalist.seed,
+            "trial": finalist.key,
+            "steps": result.steps,
+            "tokens": result.tokens,
+            "seconds": seconds,
+            "tokens_per_second": result.tokens / seconds if seconds else None,
+            **{name: told[name] for name in ("examples", "trainable")},
+            "held_out": {
+                when: {kind: result.losses[f"{when}_{kind}"] for kind in ("loss", "perplexity")}
+                for when in ("before", "after")
+            },
+            **measured,
+            **({"model": str((run / MODEL_NAME).relative_to(self._folder))} if keep else {}),
+            "options": options.to_dict(),
+            "hardware": hardware(),
+            "conditions": conditions(),
+        }
+
+    def _measure(self, finalist: Finalist, options: TrainOptions, run: Path) -> Row | None:
+        """What the study measures, of the weights as they trained; None where time was up."""
+        model = start_model(options).model
+        read_weights(model, end_of(run))
+        device, batch = self._material.device, self._study.eval_batch_size
+        model = model.to(device)
+        if options.fused_blocks:
+            fuse_blocks(model)
+        use_chunked_loss(model, options.loss_chunk)
+        like = self._like(finalist)
+        test = self._material.sequences("test", like.data.seq_len)
+        row: Row = {
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "test": score(mean_loss(model, test, like, batch)),
+            "texts": {
+                name: score_text(model, text, like, batch, device)
+                for name, text in self._material.texts.items()
+            },
+        }
+        if self._tasks is None:
+            return row
+        path = run / TASKS_NAME
+        before = json.loads(path.read_text()) if path.is_file() else {}
+        results = before.get("results", {}) if before.get("of") == self._tasks.identity else {}
+        if not self._tasks.measure(model, like, results, self._say, self._deadline.is_past):
+            write_json(path, {"of": self._tasks.identity, "results": results})
+            return None
+        return row | self._tasks.scores(results)
+
+    def _like(self, finalist: Finalist) -> TrainOptions:
+        """The options its row in the study was read with; precision and length count."""
+        if finalist.row:
+            return TrainOptions.from_dict(finalist.row["options"])
+        return search_trials(self._study)[0].options
+
+    def _skip(self, finalist: Finalist, why: str) -> None:
+        self._say(f"  skipped: {why}")
+        self.skipped.append(f"{finalist.said}: {why}")
+
+    def _release(self) -> None:
+        """Frees what a run held: models whose forward was replaced refer to themselves."""
+        gc.collect()
+        if self._material.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _said(row: Row) -> str:
+    before, after = (row["held_out"][when]["loss"] for when in ("before", "after"))
+    words = [f"held-out loss {_number(before)} -> {_number(after)}"]
+    words += [
+        f"{name} {scores['word_perplexity']:.2f} a word"
+        for name, scores in row["texts"].items()
+        if scores["word_perplexity"] is not None
+    ]
+    if row.get("tasks_mean") is not None:
+        words.append(f"tasks {100 * row['tasks_mean']:.2f} %")
+    return ", ".join(words)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -1,0 +1,201 @@
+"""Fine-tuned finalists as a Markdown page: a line a method, mean and spread over its models."""
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from midus.studies.figures import Pick, of_task, of_text, on_test, spread, to_table
+from midus.studies.finalists import Finalist, find_finalists
+from midus.studies.folder import read_study_folder
+from midus.studies.options import StudyOptions
+from midus.studies.results import Row
+from midus.studies.sft import read_rows
+from midus.studies.sft_options import FOLDER, Sft, read_sft
+
+REPORT_NAME = "report.md"
+_NO_METRIC = ("stderr", "n", "error")
+
+
+@dataclass(frozen=True)
+class SftLine:
+    """One method in the table."""
+
+    label: str
+    rows: list[Row]
+    """Of its models that have been fine-tuned."""
+    origins: list[Row]
+    """The study's rows of the same models."""
+    num_models: int
+    """Models that the study has kept of it."""
+
+
+@dataclass(frozen=True)
+class SftReport:
+    """What can be told of a fine-tuning so far."""
+
+    study: StudyOptions
+    sft: Sft
+    lines: list[SftLine]
+    """By held-out loss after fine-tuning, lowest first."""
+    missing: dict[str, int]
+    """By label, the models that are left."""
+    num_others: int
+    """Rows of models that are no finalists any more."""
+
+
+def make_sft_report(folder: Path, name: str) -> SftReport:
+    """Reads what has been fine-tuned under a name; the folder is the study's."""
+    study, identity = read_study_folder(folder)
+    sft, rows = read_sft(folder, name), read_rows(folder, name)
+    groups: dict[str, list[Finalist]] = {}
+    for finalist in find_finalists(folder, study, identity):
+        groups.setdefault(finalist.method, []).append(finalist)
+    lines, missing, shown = [], {}, set()
+    for own in groups.values():
+        label = own[0].label
+        ended = [finalist for finalist in own if sft.key(finalist) in rows]
+        found = [rows[sft.key(finalist)] for finalist in ended]
+        shown |= {row["key"] for row in found}
+        if found:
+            origins = [finalist.row for finalist in ended]
+            lines.append(SftLine(label, found, origins, len(own)))
+        if len(found) < len(own):
+            missing[label] = len(own) - len(found)
+    lines.sort(key=_loss_after)
+    return SftReport(study, sft, lines, missing, len(rows.keys() - shown))
+
+
+def to_markdown(report: SftReport) -> str:
+    """The page: what was done, the table, and what is left."""
+    columns = _columns(report)
+    cells = [[cell(line) for cell in columns.values()] for line in report.lines]
+    title = f"# {report.study.name}: {report.sft.name}"
+    parts = [title, _preface(report), to_table(list(columns), cells)]
+    if notes := _notes(report):
+        parts.append("\n".join(notes))
+    return "\n\n".join(parts) + "\n"
+
+
+def write_sft_report(folder: Path, name: str) -> tuple[Path, str]:
+    """Writes ``report.md`` beside the results, and gives its path and text."""
+    path = folder / FOLDER / name / REPORT_NAME
+    text = to_markdown(make_sft_report(folder, name))
+    path.write_text(text, encoding="utf-8")
+    return path, text
+
+
+def _preface(report: SftReport) -> str:
+    options = report.sft.options
+    optimizer = options["optimizer"]
+    rows = [row for line in report.lines for row in line.rows]
+    steps = ", ".join(sorted({f"{row['steps']:,}" for row in rows})) or "no"
+    machines = ", ".join(sorted({row["hardware"] for row in rows})) or "no machine yet"
+    commits = ", ".join(sorted({str(row["conditions"]["commit"]) for row in rows})) or "none"
+    return (
+        "The base and every final model that the study kept, fine-tuned with the same options: "
+        f"rows, their order, {steps} steps of {options['batch_size']:,} examples and rates (at "
+        f"most {optimizer['lr']:g}; keys and values of memories {optimizer['memory_lr']:g}) are "
+        "the same for all, and no rate was searched for any method. All weights train. Held-out "
+        "loss is of answers to instructions, before → after; test text, other texts and tasks are "
+        "the study's, as it measured them → after fine-tuning. Means over the study's seeds ± "
+        f"their standard deviation; by held-out loss.{_about_tasks(report.study)} On {machines}; "
+        f"commit {commits}."
+    )
+
+
+def _about_tasks(study: StudyOptions) -> str:
+    if study.tasks is None:
+        return ""
+    limit = study.tasks.limit
+    much = "all examples of each" if limit is None else f"at most the first {limit:,} of each"
+    return f" Tasks are those of lm-evaluation-harness, {much}."
+
+
+def _columns(report: SftReport) -> dict[str, Callable[[SftLine], str]]:
+    """Every heading with what stands below it."""
+    columns: dict[str, Callable[[SftLine], str]] = {
+        "method": lambda line: line.label,
+        "trained, M": lambda line: f"{line.rows[0]['trainable'] / 1e6:.4g}",
+        "models": _models,
+        "held-out loss": lambda line: " → ".join(
+            spread(_of_all(line.rows, _loss(when)), 4) for when in ("before", "after")
+        ),
+        "test ppl": _before_and_after(on_test, 3),
+        **{f"{n}, ppl a word": _before_and_after(of_text(n), 2) for n in report.study.texts},
+    }
+    shown, has_shares = _shown_tasks(report), False
+    for name, scores in shown.get("tasks", {}).items():
+        metric = next(key for key in scores if key not in _NO_METRIC)
+        is_share = "perplexity" not in metric and metric != "bits_per_byte"
+        heading = f"{name}, {metric} %" if is_share else f"{name}, {metric}"
+        columns[heading] = _before_and_after(of_task(shown, name, metric, 100 if is_share else 1))
+        has_shares = has_shares or is_share
+    if has_shares:
+        columns["tasks, mean %"] = _before_and_after(of_task(shown, None, "tasks_mean", 100))
+    return columns | {
+        "tokens": lambda line: f"{statistics.mean(row['tokens'] for row in line.rows):,.0f}",
+        "seconds": lambda line: spread([row["seconds"] for row in line.rows], 0),
+    }
+
+
+def _models(line: SftLine) -> str:
+    num = len(line.rows)
+    return str(num) if num == line.num_models else f"{num} of {line.num_models}"
+
+
+def _loss(when: str) -> Pick:
+    def pick(row: Row) -> float | None:
+        value: float | None = row["held_out"][when]["loss"]
+        return value
+
+    return pick
+
+
+def _loss_after(line: SftLine) -> float:
+    values = _of_all(line.rows, _loss("after"))
+    return statistics.mean(values) if values else math.inf
+
+
+def _before_and_after(pick: Pick, digits: int = 2) -> Callable[[SftLine], str]:
+    """As the study measured the models, and after fine-tuning."""
+
+    def cell(line: SftLine) -> str:
+        return " → ".join(spread(_of_all(rows, pick), digits) for rows in (line.origins, line.rows))
+
+    return cell
+
+
+def _of_all(rows: list[Row], pick: Pick) -> list[float]:
+    """A figure of all models; nothing where one has none, as others may be the lucky ones."""
+    values = [pick(row) if row else None for row in rows]
+    found = [value for value in values if value is not None]
+    return found if len(found) == len(rows) else []
+
+
+def _shown_tasks(report: SftReport) -> Row:
+    """A row with the tasks that the table shows; nothing without tasks."""
+    rows = [row for line in report.lines for row in line.rows if row.get("tasks")]
+    return rows[0] if rows else {}
+
+
+def _notes(report: SftReport) -> list[str]:
+    notes = [
+        f"- {label}: {num} of the models that the study kept {'is' if num == 1 else 'are'} left."
+        for label, num in report.missing.items()
+    ]
+    shown = _shown_tasks(report)
+    for line in report.lines if shown else []:
+        found = [row for row in line.rows if row.get("tasks_of") == shown["tasks_of"]]
+        if lacking := len(line.rows) - len(found):
+            num = len(line.rows)
+            notes.append(f"- {line.label}: {lacking} of {num} have no scores of these tasks.")
+        errors = {n: s["error"] for row in found for n, s in row["tasks"].items() if "error" in s}
+        notes += [f"- {line.label}: {name} failed ({why})." for name, why in errors.items()]
+    if report.num_others:
+        notes.append(
+            f"- {report.num_others} rows are of models that the study has chosen no longer, and "
+            "are not shown."
+        )
+    return notes

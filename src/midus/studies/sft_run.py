@@ -1,0 +1,93 @@
+"""One fine-tuning of one model: how it stops in time, and what it leaves in its folder."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from midus.reports import write_json
+from midus.studies.timing import Deadline
+from midus.training.checkpoint import last_checkpoint
+from midus.training.run import MODEL_NAME, OPTIONS_NAME
+
+MERGED_NAME = "start"
+TASKS_NAME = "tasks.json"
+_OWNER_NAME = "owner.json"
+
+
+class TimeIsUp(Exception):
+    """Raised out of a run whose state has been saved."""
+
+
+class SftCallback(TrainerCallback, ExportableState):
+    """Counts the seconds of the steps, ends with a held-out loss, and stops in time.
+
+    Raising once a checkpoint is there leaves the run as one that is to go on; one that the trainer
+    is told to stop would count as one that has ended.
+    """
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+        self._began = 0.0
+        self.seconds = 0.0
+        """Of all steps so far; checkpoints carry it."""
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"seconds": self.seconds}}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seconds += time.perf_counter() - self._began
+        if state.global_step >= state.max_steps:
+            control.should_evaluate = control.should_save = True
+        elif self._deadline.is_past():
+            control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step < state.max_steps and self._deadline.is_past():
+            raise TimeIsUp
+
+
+def open_run(run: Path, key: str) -> None:
+    """Makes a run's folder ready to begin, or to go on where it has a checkpoint of this key."""
+    if _owner(run) != key or last_checkpoint(run) is None:
+        shutil.rmtree(run, ignore_errors=True)
+        write_json(run / _OWNER_NAME, {"key": key})
+    # The owner says that it is the same run, wherever the study and its data lie meanwhile.
+    (run / OPTIONS_NAME).unlink(missing_ok=True)
+
+
+def end_of(run: Path) -> Path:
+    """The last checkpoint of a run that has ended."""
+    checkpoint = last_checkpoint(run)
+    assert checkpoint is not None  # the callback has asked for it
+    return checkpoint
+
+
+def seconds_of(run: Path) -> float:
+    """Of all steps of a run that has ended, whatever stopped it on the way."""
+    state = json.loads((end_of(run) / "trainer_state.json").read_text())
+    callback = state["stateful_callbacks"][SftCallback.__name__]
+    return float(callback["attributes"]["seconds"])
+
+
+def tidy_run(run: Path, keeps_model: bool) -> None:
+    """Removes weights; options, metrics, result and picture stay."""
+    left = [*run.glob("checkpoint-*"), *run.glob(".checkpoint-*"), run / MERGED_NAME]
+    for folder in left if keeps_model else [*left, run / MODEL_NAME]:
+        shutil.rmtree(folder, ignore_errors=True)
+    for name in (_OWNER_NAME, TASKS_NAME):
+        (run / name).unlink(missing_ok=True)
+
+
+def _owner(run: Path) -> str | None:
+    try:
+        return str(json.loads((run / _OWNER_NAME).read_text())["key"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
