@@ -10,7 +10,12 @@ since most of a token's gradient is its own noise; compare them with each other.
 
 - linear, of what attention found (a'), of what attention reads (LN x), of the anchor's FFN before
   its last product, and of a' and FFN together, which is what a copied block starts with;
-- HML's table, read by a' or by LN x (a norm a head), with random keys or keys from clusters.
+- HML's table, read by a' or by LN x (a norm a head), with random keys or keys from clusters, one
+  that all heads share or one a head (own);
+- a linear map of LN x and a table beside it.
+
+A path with many parameters needs many tokens to show what it can do, so all of it is done with a
+quarter of the tokens, too: what still grows has not shown all it can.
 """
 
 import argparse
@@ -34,6 +39,7 @@ from midus.training.key_start import cluster_directions
 LENGTH, BATCH = 512, 4
 NUM_SUBKEYS, TOP_K, KEY_LENGTH = 64, 4, 2.0
 RIDGES = (0.1, 1.0, 10.0, 100.0)  # of the mean variance of a feature
+FOLD_RIDGE = 10.0
 TABLE_RIDGES = (30.0, 300.0, 3000.0)  # of one reading
 STEPS = 12  # of conjugate gradients
 FIRST = 5  # tokens of a sequence that hardly have a context
@@ -89,41 +95,96 @@ def explain(found: dict[str, Tensor], num_heads: int) -> dict[str, float]:
     for name, read in {"a'": a, "LN x": x}.items():
         queries = read.unflatten(-1, (num_heads, -1))
         queries = F.layer_norm(queries, queries.shape[-1:])
-        for start in ("random", "clusters"):
+        for start, is_own in (("random", False), ("clusters", False), ("clusters", True)):
             keys = make_keys(queries, start)
-            shares[f"table by {name}, {start}"] = table_share(keys, queries, target)
+            path = f"table by {name}, {start}{', own' if is_own else ''}"
+            shares[path] = table_share(keys, queries, target, is_own)
+    rest, said = beyond_linear(x, target)
+    for is_own in (False, True):  # by LN x and clusters, the last of those above
+        path = f"linear and table by LN x{', own' if is_own else ''}"
+        shares[path] = table_share(keys, queries, target, is_own, rest, said)
     return shares
 
 
 def linear_share(features: Tensor, target: Tensor) -> float:
     """Of a linear map of the features."""
     train, test = _halves(len(target))
+    return max(
+        _share(target[test], said[test]) for said in _linear_maps(features, target, train, RIDGES)
+    )
+
+
+def beyond_linear(features: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """What a linear map leaves of the target, and what it says of it.
+
+    What is left of a token is of a map that has not seen it, which would leave too little.
+    """
+    train, test = _halves(len(target))
+    half = train.stop // 2
+    rest = target.clone()
+    for seen, unseen in ((slice(0, half), slice(half, train.stop)),
+                         (slice(half, train.stop), slice(0, half))):  # fmt: skip
+        (said,) = _linear_maps(features, target, seen, (FOLD_RIDGE,))
+        rest[unseen] -= said[unseen]
+    maps = _linear_maps(features, target, train, RIDGES)
+    return rest, max(maps, key=lambda said: _share(target[test], said[test]))
+
+
+def _linear_maps(
+    features: Tensor, target: Tensor, train: slice, ridges: tuple[float, ...]
+) -> list[Tensor]:
+    """What maps fitted on some of the tokens say of all, one a strength of the ridge."""
     mean = features[train].mean(0)
     known = (features[train] - mean).double()
     gram, seen = known.T @ known, known.T @ target[train].double()
     scale, eye = gram.diagonal().mean(), torch.eye(len(gram), dtype=gram.dtype)
-    maps = [torch.linalg.solve(gram + ridge * scale * eye, seen) for ridge in RIDGES]
-    return max(_share(target[test], (features[test] - mean) @ m.float()) for m in maps)
+    maps = [torch.linalg.solve(gram + ridge * scale * eye, seen).float() for ridge in ridges]
+    return [(features - mean) @ m for m in maps]
 
 
-def table_share(keys: ProductKeys, queries: Tensor, target: Tensor) -> float:
-    """Of one table that all heads read, each into its own slice of the output."""
+def table_share(
+    keys: ProductKeys,
+    queries: Tensor,
+    target: Tensor,
+    is_own: bool = False,
+    rest: Tensor | None = None,
+    said: Tensor | None = None,
+) -> float:
+    """Of one table that all heads read, each into its own slice of the output; or of one a head.
+
+    Args:
+        keys: Of every head.
+        queries: ``[T, H, E]``.
+        target: ``[T, D]``.
+        is_own: A table a head.
+        rest: What it is fitted to; default: the target.
+        said: What another path says of the target already.
+    """
     train, test = _halves(len(target))
     num_heads = queries.shape[1]
     with torch.no_grad():
         slots, weights = keys(queries)  # [T, H, K]
-    slices = target.unflatten(-1, (num_heads, -1))  # [T, H, O]
-    rows = torch.arange(train.stop * num_heads).unsqueeze(1).expand(-1, TOP_K)
-    where = torch.stack([rows.flatten(), slots[train].flatten()])
-    size = (train.stop * num_heads, NUM_SUBKEYS**2)
-    reading = torch.sparse_coo_tensor(where, weights[train].flatten(), size).coalesce()
-    wanted = slices[train].flatten(0, 1)
+    slices = (target if rest is None else rest).unflatten(-1, (num_heads, -1))  # [T, H, O]
     shares = []
     for ridge in TABLE_RIDGES:
-        values = _solve(reading, wanted, ridge)  # [N, O]
-        written = (weights[test].unsqueeze(-1) * values[slots[test]]).sum(-2)  # [T, H, O]
-        shares.append(_share(target[test], written.flatten(1)))
+        written = torch.zeros_like(slices[test])
+        for heads in [[h] for h in range(num_heads)] if is_own else [list(range(num_heads))]:
+            reading = _reading(slots[train, heads], weights[train, heads])
+            values = _solve(reading, slices[train, heads].flatten(0, 1), ridge)  # [N, O]
+            found = values[slots[test, heads]]
+            written[:, heads] = (weights[test, heads].unsqueeze(-1) * found).sum(-2)
+        whole = written.flatten(1) if said is None else said[test] + written.flatten(1)
+        shares.append(_share(target[test], whole))
     return max(shares)
+
+
+def _reading(slots: Tensor, weights: Tensor) -> Tensor:
+    """How much of each slot every head of every token reads: ``[T * H, N]``, sparse."""
+    num_lines = slots.shape[0] * slots.shape[1]
+    lines = torch.arange(num_lines).unsqueeze(1).expand(-1, TOP_K)
+    where = torch.stack([lines.flatten(), slots.flatten()])
+    size = (num_lines, NUM_SUBKEYS**2)
+    return torch.sparse_coo_tensor(where, weights.flatten(), size).coalesce()
 
 
 def make_keys(queries: Tensor, start: str) -> ProductKeys:
@@ -178,11 +239,15 @@ def main() -> None:
     num_sequences = min(len(dataset), options.num_tokens // LENGTH)
     tokens = torch.stack([dataset[number]["input_ids"] for number in range(num_sequences)])
     rows = []
+    num_heads = model.config.num_attention_heads
     for position, found in read_paths(model, tokens, positions).items():
-        rows.append({"block": position, **explain(found, model.config.num_attention_heads)})
-    table = Table("block", *list(rows[0])[1:])
+        whole = len(found["grad"])
+        for count in (whole // 4, whole):
+            part = {name: values[:count] for name, values in found.items()}
+            rows.append({"block": position, "tokens": count, **explain(part, num_heads)})
+    table = Table(*rows[0])
     for row in rows:
-        table.add_row(*(str(v) if k == "block" else f"{1e3 * v:.2f}" for k, v in row.items()))
+        table.add_row(*(f"{v:,}" if isinstance(v, int) else f"{1e3 * v:.2f}" for v in row.values()))
     Console(width=160).print(table, "shares x 1000")
     if options.json:
         write_result(options.json, rows, machine_name())
