@@ -1,6 +1,8 @@
 """The paper's order beside ours: its figures, what counts as the same run, and what is decided."""
 
 import itertools
+import json
+import random
 import statistics
 from pathlib import Path
 
@@ -96,11 +98,34 @@ def test_ranks_begin_at_the_best_and_equal_ones_share_theirs():
     assert order.our_ranks() == ["1", "4", "2=", "2="]
 
 
-def test_means_are_apart_from_two_standard_errors_on():
-    # Variance 0.5 each: the difference has a standard error of sqrt(0.25 + 0.25) = 0.7071.
-    assert is_settled([1, 2], [2.42, 3.42])
-    assert not is_settled([1, 2], [2.41, 3.41])
+def test_means_are_apart_where_welchs_test_says_so():
+    # Variance 0.5 each: a standard error of sqrt(0.25 + 0.25), and two degrees of freedom.
+    apart = 4.303 * 0.5**0.5
+    assert is_settled([1, 2], [1 + apart + 0.01, 2 + apart + 0.01])
+    assert not is_settled([1, 2], [1 + apart - 0.01, 2 + apart - 0.01])
+    # Variances 1 and 0 of three each: two again, and a standard error of sqrt(1 / 3).
+    apart = 4.303 / 3**0.5
+    assert is_settled([-1, 0, 1], [apart + 0.01] * 3)
+    assert not is_settled([-1, 0, 1], [apart - 0.01] * 3)
+    # One variance alone: one degree of freedom.
+    apart = 12.706 * 0.5
+    assert is_settled([-0.5, 0.5], [apart + 0.01] * 2)
+    assert not is_settled([-0.5, 0.5], [apart - 0.01] * 2)
+    many = [-1.0, 1.0] * 200
+    assert is_settled(many, [value + 0.16 for value in many])
+    assert not is_settled(many, [value + 0.13 for value in many])
+    assert is_settled([1, 1], [2, 2])
     assert not is_settled([1, 1], [1, 1])
+
+
+@pytest.mark.parametrize("num_seeds", [2, 3, 5])
+def test_equals_are_seldom_called_apart(num_seeds):
+    draw = random.Random(0).gauss
+    found = [
+        is_settled([draw(0, 1) for _ in range(num_seeds)], [draw(0, 1) for _ in range(num_seeds)])
+        for _ in range(4_000)
+    ]
+    assert 0.01 < statistics.mean(found) < 0.06
 
 
 def test_pairs_are_called_what_they_are():
@@ -210,7 +235,7 @@ def test_methods_stand_beside_the_papers_with_ranks_and_what_disagrees(tmp_path)
     assert "| Llama Pro | 11.57 | 2 | 20.500 ± 0.707 | 1 |" in first
     assert "| MIDUS-HML | 12.55 | 1 | 40.500 ± 0.707 | 2 |" in first
     assert "| Base | 11.20 | 3 | 40.800 ± 1.414 | 3 |" in first
-    assert "No accuracy was measured here" in first
+    assert "was not measured here; perplexity of this study's text stands in." in first
     # HML-Pro is the other way round, HML-Base and Pro-Base are not.
     assert "Kendall's tau 0.33 over 3 methods; 3 pairs: 1 agree, 1 disagree, 1 undecided." in first
     assert (
@@ -246,8 +271,8 @@ def test_wikitext_and_the_mean_of_the_suite_are_taken_where_they_were_measured(t
     for part in text.split("### ")[1:]:
         labels = [line.split(" | ")[0] for line in part.splitlines() if line.startswith("| ")]
         assert labels[2:] == [f"| {name}" for name in ("MIDUS-HML", "Llama Pro", "Base")]
-    assert "lora" not in text
-    assert "No accuracy" not in text
+    assert text.rstrip().endswith("- Left out, since the paper has no such run: lora.")
+    assert "not measured" not in text
 
 
 def test_a_text_stands_in_for_the_harnesss_wikitext(tmp_path):
@@ -298,9 +323,25 @@ def test_a_method_with_a_seed_that_has_no_figure_is_not_ranked(tmp_path):
     text = (tmp_path / "results.jsonl").read_text()
     (tmp_path / "results.jsonl").write_text(text.replace("41.5", "null", 1))  # Llama Pro's first
     wiki, accuracy, *_ = section(make_report(tmp_path)).split("### ")[1:]
-    assert "Llama Pro" not in wiki
+    assert "| Llama Pro" not in wiki
+    assert "Without this figure for every seed: Llama Pro." in wiki
     assert "| MIDUS-HML | 11.64 | 1 | 41.50 ± 0.00 | 1= |" in wiki
     assert "| Llama Pro | 50.67 |" in accuracy
+
+
+def test_a_method_with_a_seed_that_failed_is_left_out_and_named(tmp_path):
+    study = {"methods": METHODS, "final_seeds": [5, 6], "search": {"optimizer.lr": [1e-3]}}
+    finals = [(name, 1e-3, [(1, 2.0), (1, 2.1)]) for name in METHODS]
+    report_of(tmp_path, PLACES, [(1.0, 1.0)] * 3, finals, paper="math", **study)
+    path = tmp_path / "results.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    failed = next(row for row in rows if (row["method"], row["seed"]) == ("hml", 6))
+    failed["status"] = "diverged"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = section(make_report(tmp_path))
+    assert "| MIDUS-HML" not in text
+    assert text.count("1 pairs:") == 2
+    assert "- Left out, since a seed failed: MIDUS-HML." in text
 
 
 def test_settings_of_another_method_are_not_the_papers(tmp_path):
@@ -348,6 +389,14 @@ def test_a_grid_like_another_takes_what_it_does_not_say(tmp_path):
     assert (study.name, study.run, study.seeds) == ("b", {"model": "m", "batch_size": 8}, [3])
     assert list(study.methods) == ["x", "z"]
     assert (study.methods["x"].label, study.methods["x"].keep) == ("X", True)
+
+
+def test_overrides_reach_what_another_grid_says(tmp_path):
+    run = "run: {model: m, data: {sources: [one, two], seq_len: 8, max_tokens: 64}, batch_size: 2}"
+    (tmp_path / "a.yaml").write_text(f"name: a\n{run}\nmethods: {{x: {{}}}}")
+    (tmp_path / "b.yaml").write_text("like: a.yaml")
+    study = read_study(tmp_path / "b.yaml", ["run.data.sources.1=three"])
+    assert study.run["data"]["sources"] == ["one", "three"]
 
 
 @pytest.mark.parametrize(

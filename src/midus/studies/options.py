@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from midus.errors import MidusError
-from midus.training.reading import build_options, numeric, read_yaml
+from midus.training.reading import build_options, numeric, override_option, read_yaml
 
 MEASURES = ("slots", "gradients", "rank")
 PAPERS = ("general", "math")
@@ -165,17 +165,17 @@ def read_study(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) ->
     ``like: other.yaml`` takes everything from another one, beside it: what both say counts as this
     one says it, mapping by mapping, and null takes something away.
     """
-    values = _with_like(Path(path), overrides, ())
+    values = _with_like(Path(path), ())
+    for override in overrides:
+        override_option(values, override)
     try:
         return StudyOptions.from_dict(values)
     except MidusError as error:
         raise MidusError(f"{path}: {error}") from error
 
 
-def _with_like(
-    path: Path, overrides: list[str] | tuple[str, ...], before: tuple[Path, ...]
-) -> dict[str, Any]:
-    values = read_yaml(path, overrides, "name: my study")
+def _with_like(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
+    values = read_yaml(path, (), "name: my study")
     if "like" not in values:
         return values
     other = values.pop("like")
@@ -185,7 +185,7 @@ def _with_like(
     if (path.parent / other).resolve() in seen:
         raise MidusError(f"{path}: like={other!r} leads back to itself; name another study")
     try:
-        return _merged(_with_like(path.parent / other, (), seen), values)
+        return _merged(_with_like(path.parent / other, seen), values)
     except MidusError as error:
         raise MidusError(f"{path}: like: {error}") from error
 

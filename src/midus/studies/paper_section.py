@@ -33,9 +33,9 @@ _TABLES = {
 _CORPORA = {"general": "FineWeb-Edu", "math": "MathPile"}
 _PREFACE = (
     "The paper's figures are of other bases, other text and many more tokens, one of each and "
-    "without a spread: what can be compared is order. A pair is decided where our means are more "
-    "than two standard errors of their difference apart, so never with one seed. Figures that are "
-    "equal in the paper have no order there (Kendall's tau is tau-b)."
+    "without a spread: what can be compared is order. A pair is decided where Welch's t-test over "
+    "our seeds says so at 5 %, so never with one seed; of twenty pairs that do not differ one may "
+    "be. Figures that are equal in the paper have no order there (Kendall's tau is tau-b)."
 )
 Shared = list[tuple[Line, PaperRow | None]]
 
@@ -104,6 +104,7 @@ def _beside(study: StudyOptions, shown: Row, split: str) -> Beside:
 def _methods(study: StudyOptions, lines: list[Line], beside: Beside) -> list[str]:
     assert study.paper
     named = [(line, _name(study, line)) for line in lines if line.choice]
+    whole = [(line, name) for line, name in named if len(line.rows) == line.num_seeds]
     parts = []
     for backbone, tables in _TABLES[study.paper].items():
         rows = {
@@ -111,11 +112,23 @@ def _methods(study: StudyOptions, lines: list[Line], beside: Beside) -> list[str
             for row in PAPER[study.paper]
             if row.backbone == backbone and row.stage.startswith("CPT")
         }
-        shared: Shared = [(line, rows[name]) for line, name in named if name in rows]
+        shared: Shared = [(line, rows[name]) for line, name in whole if name in rows]
         for theirs, ours in beside:
             title = f"{theirs.heading}: {backbone} after CPT on {_CORPORA[study.paper]} ({tables})"
             parts += _comparison(title, "method", shared, theirs, ours)
-    return parts
+    return [*parts, *_left_out(named)] if parts else []
+
+
+def _left_out(named: list[tuple[Line, str | None]]) -> list[str]:
+    """Methods of the study that no table above has, and why."""
+    failed = [line.label for line, _ in named if len(line.rows) < line.num_seeds]
+    other = [line.label for line, name in named if name is None and line.label not in failed]
+    notes = []
+    if failed:
+        notes.append(f"- Left out, since a seed failed: {', '.join(failed)}.")
+    if other:
+        notes.append(f"- Left out, since the paper has no such run: {', '.join(other)}.")
+    return ["\n".join(notes)] if notes else []
 
 
 def _name(study: StudyOptions, line: Line) -> str | None:
@@ -161,8 +174,13 @@ def _comparison(title: str, thing: str, shared: Shared, theirs: _Theirs, ours: _
             figure, (in_paper, here) = f"{theirs.value(row):.2f}", next(ranks)
         rows.append([label, figure, in_paper, spread(values, ours.digits), here])
     parts = [f"### {title}", to_table(columns, rows)]
+    if lacking := [line.label for line, _ in shared if not line.of_every_seed(ours.pick)]:
+        parts.append(f"Without this figure for every seed: {', '.join(lacking)}.")
     if theirs is _AVERAGE and ours.is_loss:
-        parts.append("No accuracy was measured here; perplexity of this study's text stands in.")
+        parts.append(
+            "The average accuracy of the paper's tasks was not measured here; perplexity of this "
+            "study's text stands in."
+        )
     return [*parts, *_verdict(order, thing, ours.digits)]
 
 

@@ -31,11 +31,12 @@ def read_yaml(
     if not isinstance(values, dict):
         raise MidusError(f"{file} holds no options; write them as `{example}` and so on")
     for override in overrides:
-        _override(values, override)
+        override_option(values, override)
     return values
 
 
-def _override(values: Any, override: str) -> None:
+def override_option(values: Any, override: str) -> None:
+    """Sets what ``a.b=value`` says."""
     import yaml
 
     key, equals, text = override.partition("=")
