@@ -47,6 +47,14 @@ def test_dry_run_refuses_what_the_run_would(midus, file):
     assert "need held-out data" in result.err
 
 
+@pytest.mark.parametrize("override", ["trainer.run_name=2024-01-01", "trainer={1: 2}"])
+def test_values_that_no_trainer_takes_are_one_sentence(midus, file, override):
+    result = midus("train", file, "--set", override)
+    assert result.code == 2
+    assert result.err.startswith("midus: ")
+    assert "Traceback" not in result.err
+
+
 def test_training_prints_what_it_came_to(midus, file, tmp_path):
     result = midus("train", file)
     assert result.code == 0, result.err

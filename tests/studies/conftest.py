@@ -1,7 +1,10 @@
 import gc
+import shutil
 
 import pytest
-from small import make_material, make_study
+import yaml
+from small import HML, make_material, make_study
+from small_sft import LORA, SEEDS, write_rows
 
 from midus.studies.run import run_study
 
@@ -29,3 +32,53 @@ def _quick_collection():
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def config(tmp_path_factory):
+    """A file of `midus train` whose model and output are nowhere."""
+    folder = tmp_path_factory.mktemp("instructions")
+    values = {
+        "stage": "sft",
+        "model": "nowhere",
+        "output": "nowhere",
+        "data": {"sources": str(write_rows(folder / "rows.jsonl")), "held_out": 0.1},
+        "max_length": 32,
+        "batch_size": 4,
+        "precision": "float32",
+        "optimizer": {"lr": 1e-3},
+        "trainer": {"max_steps": 5, "per_device_train_batch_size": 2, "report_to": "none"},
+    }
+    path = folder / "words.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.fixture(scope="session")
+def study_folder(material, tmp_path_factory):
+    """A study that has kept models of three kinds: whole, delta and adapters."""
+    out = tmp_path_factory.mktemp("kept")
+    methods = {
+        "full": {"keep": True, "label": "all weights"},
+        "hml": {"keep": True, "set": HML},
+        "lora": {"keep": True, "set": LORA},
+        "gone": {"set": {"upscale.method": "llama_pro"}},
+    }
+    study = make_study(
+        material,
+        methods=methods,
+        search={},
+        final_seeds=SEEDS,
+        texts={"other": material["text"]},
+        curve_points=1,
+    )
+    run_study(study, out)
+    return out
+
+
+@pytest.fixture
+def copied(study_folder, tmp_path):
+    """The study at another place, with nothing fine-tuned."""
+    out = tmp_path / "study"
+    shutil.copytree(study_folder, out, ignore=shutil.ignore_patterns("sft"))
+    return out

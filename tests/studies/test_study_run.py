@@ -204,6 +204,10 @@ def test_the_command_runs_the_tiny_grid_and_reports_it(midus, material, tmp_path
     assert "- lora: 2 trials are left." in told.out
     assert {p.name for p in tmp_path.glob("*.png")} == {"curves.png", "parameters.png"}
     assert "## Every trial of the search" in (tmp_path / "report.md").read_text()
+    for nothing in ("", ","):
+        bad = midus("study", "run", grid, "--out", tmp_path, "--only", nothing, *sets)
+        assert bad.code == 2
+        assert f"only={nothing!r} names nothing; leave it out for all" in bad.err
     bad = midus("study", "run", grid, "--out", tmp_path, "--only", "nobody", *sets)
     assert bad.code == 2
     assert "the study has no method 'nobody'" in bad.err

@@ -2,19 +2,16 @@
 
 import json
 import math
-import random
 import shutil
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
-import yaml
 from evaluation.benchmarks import save_byte_model, words, write_benchmarks
 from small import HML, Ticks, make_study
-from tiny import VOCAB
+from small_sft import SEEDS, FakeTasks, rows_of, write_rows
 
 from midus import load_model
 from midus.data.build import build_tokens
@@ -23,66 +20,14 @@ from midus.errors import MidusError
 from midus.studies import sft as sft_module
 from midus.studies.results import read_results
 from midus.studies.run import run_study
-from midus.studies.sft import read_rows, run_sft
+from midus.studies.sft import run_sft
 from midus.studies.sft_report import make_sft_report, to_markdown
 from midus.studies.timing import Deadline
 from midus.training.options import read_options
 from midus.training.run import train
 
-LORA = {"control": "lora", "upscale": {"memory": {"num_subkeys": 8}}}
-SEEDS = [100, 200]
 # Of this machine and moment, and of where things lie.
 CHANGING = ("seconds", "tokens_per_second", "conditions", "options")
-
-
-def write_rows(path, seed=0, count=60):
-    rng = random.Random(seed)
-    pairs = [(rng.randrange(4, VOCAB), rng.randrange(4, VOCAB)) for _ in range(count)]
-    rows = [{"prompt": f"w{a} w{b} w5", "completion": f" w{b} w{a}"} for a, b in pairs]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    """A file of `midus train` whose model and output are nowhere."""
-    folder = tmp_path_factory.mktemp("instructions")
-    values = {
-        "stage": "sft",
-        "model": "nowhere",
-        "output": "nowhere",
-        "data": {"sources": str(write_rows(folder / "rows.jsonl")), "held_out": 0.1},
-        "max_length": 32,
-        "batch_size": 4,
-        "precision": "float32",
-        "optimizer": {"lr": 1e-3},
-        "trainer": {"max_steps": 5, "per_device_train_batch_size": 2, "report_to": "none"},
-    }
-    path = folder / "words.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
-
-
-@pytest.fixture(scope="module")
-def study_folder(material, tmp_path_factory):
-    """A study that has kept models of three kinds: whole, delta and adapters."""
-    out = tmp_path_factory.mktemp("kept")
-    methods = {
-        "full": {"keep": True, "label": "all weights"},
-        "hml": {"keep": True, "set": HML},
-        "lora": {"keep": True, "set": LORA},
-        "gone": {"set": {"upscale.method": "llama_pro"}},
-    }
-    study = make_study(
-        material,
-        methods=methods,
-        search={},
-        final_seeds=SEEDS,
-        texts={"other": material["text"]},
-        curve_points=1,
-    )
-    run_study(study, out)
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -94,20 +39,14 @@ def tuned(study_folder, config):
     return study_folder, said
 
 
-@pytest.fixture
-def copied(study_folder, tmp_path):
-    """The study at another place, with nothing fine-tuned."""
-    out = tmp_path / "study"
-    shutil.copytree(study_folder, out, ignore=shutil.ignore_patterns("sft"))
-    return out
-
-
-def rows_of(folder, name="words"):
-    return list(read_rows(folder, name).values())
-
-
 def lasting(row):
     return {key: value for key, value in row.items() if key not in CHANGING}
+
+
+def run_of(folder, start, name="words"):
+    """The folder of one run, by how its name begins: the digits of the model's key follow."""
+    (run,) = (folder / "sft" / name).glob(f"{start}-????????")
+    return run
 
 
 def origin(folder, row):
@@ -191,7 +130,7 @@ def test_a_run_out_of_time_goes_on_to_the_same_row(tuned, copied, config, tmp_pa
     some = {"only": ["hml"], "seeds": [100]}
     first = run_sft(copied, config, deadline=Deadline(4, Ticks()), **some)
     assert (first.ran, first.left, first.is_out_of_time) == (0, 1, True)
-    run = copied / "sft" / "words" / "hml-100"
+    run = run_of(copied, "hml-100")
     # It has stopped in the middle, and left nothing that looks like an end.
     (checkpoint,) = run.glob("checkpoint-*")
     assert 0 < int(checkpoint.name.split("-")[1]) < 5
@@ -238,15 +177,18 @@ def test_what_has_a_row_is_not_run_again(tuned, config, monkeypatch):
     before = (out / "results.jsonl").read_bytes()
     monkeypatch.setattr(sft_module, "train", lambda *_, **__: pytest.fail("a run was begun"))
     # As a kill right after the row would have left it.
-    (out / "hml-100" / "checkpoint-5").mkdir()
+    left = run_of(folder, "hml-100") / "checkpoint-5"
+    left.mkdir()
     assert run_sft(folder, config, deadline=Deadline(0)).ran == 0
     assert (out / "results.jsonl").read_bytes() == before
-    assert not (out / "hml-100" / "checkpoint-5").exists()
+    assert not left.exists()
 
 
 def test_weights_are_removed_and_figures_stay(tuned):
     folder, _ = tuned
-    for run in (folder / "sft" / "words").glob("*-100"):
+    runs = list((folder / "sft" / "words").glob("*-100-*"))
+    assert len(runs) == 3
+    for run in runs:
         assert {path.name for path in run.iterdir()} == {
             "options.json", "metrics.jsonl", "result.json", "loss.png",
         }  # fmt: skip
@@ -320,35 +262,11 @@ def test_the_report_names_what_is_left(tuned, tmp_path):
     other = {**json.loads(lines[3]), "key": "of another choice"}
     path.write_text("\n".join([*lines[:4], json.dumps(other), lines[4][:50]]))
     report = make_sft_report(tmp_path / "study", "words")
-    assert report.missing == {"hml": 1, "lora": 2}
+    assert report.missing == [("hml", 1), ("lora", 2)]
     text = to_markdown(report)
     assert "| hml | " in text
     assert "1 of 2" in text
     assert "- 1 rows are of models that the study has chosen no longer" in text
-
-
-class FakeTasks:
-    """Two tasks whose scores are made of the model's own weights."""
-
-    identity = "fake"
-    ran: ClassVar[list[str]] = []
-
-    def __init__(self, *_):
-        pass
-
-    def measure(self, model, options, results, say, is_past):
-        for name in ("one", "two"):
-            if name in results:
-                continue
-            if is_past():
-                return False
-            self.ran.append(name)
-            results[name] = model.model.norm.weight.mean().item()
-        return True
-
-    def scores(self, results):
-        tasks = {name: {"acc": value, "stderr": None, "n": 3} for name, value in results.items()}
-        return {"tasks": tasks, "tasks_mean": results["one"], "tasks_of": self.identity}
 
 
 def test_tasks_are_of_the_fine_tuned_model_and_none_runs_twice(copied, config, monkeypatch):
@@ -444,6 +362,10 @@ def test_other_options_and_other_rows_are_refused_under_one_name(tuned, config, 
         (["early_stopping_patience=2"], "early_stopping_patience is not for finalists"),
         (["trainer.save_strategy=best"], "trainer.save_strategy is said elsewhere"),
         (["nonsense=1"], "unknown option nonsense"),
+        (["trainer.max_stepz=1"], r"words.yaml: trainer.max_stepz is no .* did you mean max_steps"),
+        (["batch_size=3"], "batch_size=3 is not a multiple of per_device_train_batch_size=2"),
+        (["optimizer.parts.keys.lr=1"], "optimizer.parts would tune models with memories alone"),
+        (["trainer.ignore_data_skip=true"], "ignore_data_skip would give a run .* other rows"),
     ],
 )
 def test_settings_that_would_compare_something_else_are_refused(
@@ -486,6 +408,8 @@ def test_the_command_fine_tunes_prints_and_refuses(midus, copied, config):
         (["--only", "gone"], "kept no model of method 'gone'"),
         (["--seeds", "7"], "kept no model of seed 7; choose from 100, 200"),
         (["--seeds", "x"], "seeds='x' must be a whole number"),
+        (["--seeds", ","], "seeds=',' names nothing; leave it out for all"),
+        (["--only", ""], "only='' names nothing; leave it out for all"),
         (["--name", "a/b"], "name='a/b' must be the name of a folder"),
     ):
         bad = midus("study", "sft", copied, config, *arguments)

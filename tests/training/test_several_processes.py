@@ -22,7 +22,9 @@ ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": f"{TESTS}:{SCRIPT.parent}",
+    "PYTHONPATH": os.pathsep.join(
+        [str(TESTS), str(SCRIPT.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ),
 }
 
 

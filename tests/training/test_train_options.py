@@ -78,6 +78,12 @@ def test_overrides_reach_everywhere_and_numbers_are_numbers(file):
         ("trainer.save_only_model=true", "trainer.save_only_model is said elsewhere"),
         ("noequals", "must be a key and a value"),
         ("data.sources.7.weight=1", "there is no '7'"),
+        ("data.sources.².weight=1", "there is no '²'"),
+        ("data.sources.²=1", "there is no '²'"),
+        ("trainer.run_name=2024-01-01", "trainer.run_name=datetime.date"),
+        ("trainer.run_name=2024-13-01", "'2024-13-01' is no YAML value"),
+        ("trainer={1: 2}", "trainer.1 is no argument"),
+        ("data=&a {sources: [*a]}", "holds a list or mapping within itself"),
     ],
 )
 def test_bad_options_are_named(file, override, message):
@@ -86,6 +92,24 @@ def test_bad_options_are_named(file, override, message):
         return
     with pytest.raises(MidusError, match=message.replace(".", r"\.").replace("[", r"\[")):
         read_options(file, [override])
+
+
+@pytest.mark.parametrize("text", ["data: &a {sources: [*a]}\n", "stage: 2024-13-01\n"])
+def test_a_file_that_yaml_cannot_make_options_of_is_refused(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(MidusError, match=r"run\.yaml (holds a list|is not valid YAML \(month)"):
+        read_options(path)
+
+
+def test_an_override_changes_one_of_two_that_yaml_wrote_once(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "stage: cpt\nmodel: m\noutput: o\ndata: {sources: [a]}\n"
+        "optimizer: {parts: {keys: &one {lr: 1e-3}, values: *one}}\n"
+    )
+    parts = read_options(path, ["optimizer.parts.keys.lr=1e-2"]).optimizer.parts
+    assert (parts["keys"].lr, parts["values"].lr) == (1e-2, 1e-3)
 
 
 def test_control_needs_something_to_stand_against(file):

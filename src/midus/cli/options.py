@@ -52,6 +52,19 @@ def with_upscale_options(command: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
+def parse_names(option: str, text: str | None) -> list[str]:
+    """Names with commas between them; none where the option is not given.
+
+    Args:
+        option: What it is called, for messages.
+        text: What was given.
+    """
+    names = [part.strip() for part in (text or "").split(",") if part.strip()]
+    if text is not None and not names:
+        raise MidusError(f"{option}={text!r} names nothing; leave it out for all")
+    return names
+
+
 def _parameters() -> list[inspect.Parameter]:
     parameters = []
     for cls in (UpscaleConfig, MemoryConfig):

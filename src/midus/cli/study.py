@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from midus.cli.options import parse_names
 from midus.cli.study_scaling import scaling
 from midus.cli.study_sft import sft
 
@@ -27,7 +28,9 @@ def run(
     time_limit: Annotated[
         float | None, typer.Option(help="Stop at the next step after so many seconds.")
     ] = None,
-    only: Annotated[str, typer.Option(help="Methods to run, with commas; default: all.")] = "",
+    only: Annotated[
+        str | None, typer.Option(help="Methods to run, with commas; default: all.")
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="Change an option, as in run.data.max_tokens=1000000."),
@@ -40,6 +43,7 @@ def run(
 
     Stopped or killed, the same command goes on; a trial that has ended is never run again.
     """
+    chosen = parse_names("only", only)
     from midus.cli import console
     from midus.studies.options import read_study
 
@@ -54,7 +58,7 @@ def run(
         options,
         out,
         time_limit=time_limit,
-        only=[name.strip() for name in only.split(",") if name.strip()],
+        only=chosen,
         say=lambda sentence: console.err.print(sentence, soft_wrap=True),
         track=console.track,
     )

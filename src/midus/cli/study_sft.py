@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from midus.cli.options import parse_names
 from midus.errors import MidusError
 
 
@@ -21,11 +22,12 @@ def sft(
         float | None, typer.Option(help="Stop at the next step after so many seconds.")
     ] = None,
     only: Annotated[
-        str, typer.Option(help="Methods, with commas; untouched is the base; default: all.")
-    ] = "",
+        str | None, typer.Option(help="Methods, with commas; untouched is the base; default: all.")
+    ] = None,
     seeds: Annotated[
-        str, typer.Option(help="Seeds of the study, with commas, as in 0,1000; default: all.")
-    ] = "",
+        str | None,
+        typer.Option(help="Seeds of the study, with commas, as in 0,1000; default: all."),
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Change an option, as in optimizer.lr=1e-5.")
     ] = None,
@@ -37,7 +39,8 @@ def sft(
 
     Stopped or killed, the same command goes on; a model that has a row is not run again.
     """
-    chosen = [_seed(part) for part in seeds.split(",") if part.strip()]
+    methods = parse_names("only", only)
+    chosen = [_seed(part) for part in parse_names("seeds", seeds)]
     from midus.cli import console
     from midus.studies.sft import run_sft
     from midus.studies.sft_report import write_sft_report
@@ -49,7 +52,7 @@ def sft(
             config,
             name=name,
             settings=settings or [],
-            only=[part.strip() for part in only.split(",") if part.strip()],
+            only=methods,
             seeds=chosen,
             keep=keep,
             time_limit=time_limit,
@@ -72,6 +75,6 @@ def sft(
 
 
 def _seed(text: str) -> int:
-    if not text.strip().isdecimal():
-        raise MidusError(f"seeds={text.strip()!r} must be a whole number from 0, as in 0,1000")
+    if not text.isdecimal():
+        raise MidusError(f"seeds={text!r} must be a whole number from 0, as in 0,1000")
     return int(text)

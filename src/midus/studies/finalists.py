@@ -9,7 +9,10 @@ from urllib.parse import quote
 
 from midus.errors import MidusError
 from midus.models.atomic import CONFIG_NAME, atomic_folder
-from midus.models.loading import ADAPTER_NAME, load_tokenizer
+from midus.models.configuration import read_config
+from midus.models.loading import ADAPTER_NAME, load_model, load_tokenizer
+from midus.models.record import base_of, is_delta
+from midus.models.sources import source_id
 from midus.studies.choosing import choose, final_rows
 from midus.studies.grid import search_trials
 from midus.studies.material import Material
@@ -38,9 +41,10 @@ class Finalist:
 
     @property
     def name(self) -> str:
-        """A name of its own, as a folder can have it."""
-        name = quote(self.method, safe="")
-        return name if self.seed is None else f"{name}-{self.seed}"
+        """A name of its own, as a folder can have it; another setting chosen is another name."""
+        seed = [] if self.seed is None else [str(self.seed)]
+        digits = self.key.rpartition("-")[2][:8]  # the base's key has a word before them
+        return "-".join([quote(self.method, safe=""), *seed, digits])
 
     @property
     def said(self) -> str:
@@ -116,20 +120,24 @@ def check_kept(finalists: list[Finalist]) -> None:
 
 
 def starting_source(finalist: Finalist, material: Material, merged: Path) -> str:
-    """What a run starts from: the model as it was kept, adapters merged into the base.
+    """What a run starts from: the model as it was kept, or whole where it is not on its own.
 
-    Merged weights are float32: in a narrower type small changes would be rounded away.
+    Adapters are merged into the base in float32: in a narrower type small changes would be rounded
+    away. A delta whose base has moved since is put together with it as it is.
 
     Args:
         finalist: Which model.
         material: Of the study; its base is left as it is.
-        merged: Where a merged model is written, unless it is there.
+        merged: Where a whole model is written, unless it is there.
     """
     folder = Path(finalist.source)
-    if finalist.seed is None or not _is_adapter(folder):
+    if finalist.seed is None or not (_is_adapter(folder) or _lost_base(folder, material.source)):
         return finalist.source
     if not (merged / CONFIG_NAME).is_file():
-        model = _merged(copy.deepcopy(material.base).float(), folder)
+        if _is_adapter(folder):
+            model = _merged(copy.deepcopy(material.base).float(), folder)
+        else:
+            model = load_model(folder, base=material.source, device="cpu")
         with atomic_folder(merged, overwrite=True) as work:
             tokenizer = load_tokenizer(material.source)
             write_weights(model, work, delta=False, keep=True, tokenizer=tokenizer)
@@ -144,6 +152,12 @@ def _merged(base: Any, folder: Path) -> Any:
     except Exception as error:  # a damaged file fails in as many ways as PEFT has steps
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise MidusError(f"{folder} cannot be merged into the base ({reason})") from error
+
+
+def _lost_base(folder: Path, base: str) -> bool:
+    """Whether it is a delta that looks for its base where the study's is not."""
+    config = read_config(folder)
+    return is_delta(config) and base_of(config).get("id") != source_id(base)
 
 
 def _is_adapter(folder: Path) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from midus.errors import MidusError
+from midus.studies.trials import UNTOUCHED
 from midus.training.reading import build_options, numeric, override_option, read_yaml
 
 MEASURES = ("slots", "gradients", "rank")
@@ -108,6 +109,10 @@ class StudyOptions:
         self._check_kinds()
         if not self.methods:
             raise MidusError("methods is empty; name at least one to study")
+        if UNTOUCHED in self.methods:
+            raise MidusError(
+                f"methods.{UNTOUCHED} has the name that rows of the base have; call it otherwise"
+            )
         for name in ("seeds", "final_seeds"):
             values = getattr(self, name)
             if not _are_seeds(values):

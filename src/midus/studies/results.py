@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from midus.errors import MidusError
+from midus.models.weights import fsync
 from midus.reports import finite
 from midus.studies.trials import UNTOUCHED, trial_key
 from midus.training.options import TrainOptions
@@ -66,6 +67,8 @@ def add_result(out: Path, row: Row) -> None:
             file.write(json.dumps(finite(row), allow_nan=False).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
+        if not size:
+            fsync(out)  # a file that is new is in its folder only then
     except OSError as error:
         raise NotWritten(f"{path} cannot be written ({error}); free some space") from error
 

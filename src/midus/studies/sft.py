@@ -29,6 +29,7 @@ from midus.studies.options import StudyOptions
 from midus.studies.results import RESULTS_NAME, NotWritten, Row, add_result
 from midus.studies.scoring import mean_loss, score, score_text
 from midus.studies.sft_options import FOLDER, Sft, begin_sft, checked_name, read_sft_options
+from midus.studies.sft_rows import names_model, read_rows
 from midus.studies.sft_run import (
     MERGED_NAME,
     TASKS_NAME,
@@ -41,7 +42,7 @@ from midus.studies.sft_run import (
 )
 from midus.studies.tasks import Tasks
 from midus.studies.timing import Deadline
-from midus.training.checkpoint import read_weights
+from midus.training.checkpoint import is_full_disk, read_weights
 from midus.training.loss import use_chunked_loss
 from midus.training.options import TrainOptions
 from midus.training.run import MODEL_NAME, RESULT_NAME, hardware, train
@@ -114,25 +115,6 @@ def run_sft(
     return SftProgress(name, session.ran, left, not is_done, session.skipped)
 
 
-def read_rows(folder: Path, name: str) -> dict[str, Row]:
-    """Every model that has been fine-tuned, by key; a line that a kill cut short is left out."""
-    path = folder / FOLDER / name / RESULTS_NAME
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
-    except (OSError, UnicodeDecodeError) as error:
-        raise MidusError(f"{path} cannot be read ({error}); move it away") from error
-    rows: dict[str, Row] = {}
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if not isinstance(row, dict) or "key" not in row:
-            raise MidusError(f"{path} has a line that is no result of a fine-tuning; remove it")
-        rows.setdefault(row["key"], row)
-    return rows
-
-
 class _Session:
     """What the runs of one call have in common."""
 
@@ -167,10 +149,15 @@ class _Session:
                 self._say(f"{number} of {len(finalists)}: {finalist.said}")
                 try:
                     row = self._fine_tune(finalist, key, run, keep)
-                except NotWritten:
-                    raise
-                except MidusError as error:  # the others can still run
-                    self._skip(finalist, str(error))
+                except (MidusError, OSError) as error:
+                    if is_full_disk(error):
+                        raise NotWritten(
+                            f"{run} cannot be written, as the disk is full; free some space and "
+                            "run the same command again"
+                        ) from error
+                    if not isinstance(error, MidusError):
+                        raise
+                    self._skip(finalist, str(error))  # the others can still run
                     continue
                 except torch.OutOfMemoryError:
                     self._skip(finalist, _NO_MEMORY)
@@ -188,12 +175,12 @@ class _Session:
                     f"{RESULTS_NAME} to run it again"
                 )
             # Of a row that a call before this one wrote, too: it may have been killed right after.
-            tidy_run(run, keeps_model=bool(row.get("model")))
+            tidy_run(run, keeps_model=self._is_kept(run))
         return True
 
     def _fine_tune(self, finalist: Finalist, key: str, run: Path, keep: bool) -> Row | None:
         """One run of `midus train`, and the row of its model; None where time was up."""
-        open_run(run, key)
+        open_run(run, key, self._is_kept(run))
         source = starting_source(finalist, self._material, run / MERGED_NAME)
         options = replace(self._options, model=source, output=str(run))
         callback = SftCallback(self._deadline)
@@ -242,10 +229,13 @@ class _Session:
             fuse_blocks(model)
         use_chunked_loss(model, options.loss_chunk)
         like = self._like(finalist)
-        test = self._material.sequences("test", like.data.seq_len)
-        row: Row = {
+        path = run / TASKS_NAME
+        before = json.loads(path.read_text()) if path.is_file() else {}
+        row: Row = before.get("row") or {
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "test": score(mean_loss(model, test, like, batch)),
+            "test": score(
+                mean_loss(model, self._material.sequences("test", like.data.seq_len), like, batch)
+            ),
             "texts": {
                 name: score_text(model, text, like, batch, device)
                 for name, text in self._material.texts.items()
@@ -253,11 +243,11 @@ class _Session:
         }
         if self._tasks is None:
             return row
-        path = run / TASKS_NAME
-        before = json.loads(path.read_text()) if path.is_file() else {}
         results = before.get("results", {}) if before.get("of") == self._tasks.identity else {}
+        measured: Row = {"row": row, "of": self._tasks.identity, "results": results}
+        write_json(path, measured)  # what was read so far outlives a kill, too
         if not self._tasks.measure(model, like, results, self._say, self._deadline.is_past):
-            write_json(path, {"of": self._tasks.identity, "results": results})
+            write_json(path, measured)
             return None
         return row | self._tasks.scores(results)
 
@@ -266,6 +256,9 @@ class _Session:
         if finalist.row:
             return TrainOptions.from_dict(finalist.row["options"])
         return search_trials(self._study)[0].options
+
+    def _is_kept(self, run: Path) -> bool:
+        return names_model(self._folder, self._sft.name, run / MODEL_NAME)
 
     def _skip(self, finalist: Finalist, why: str) -> None:
         self._say(f"  skipped: {why}")

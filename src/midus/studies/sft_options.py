@@ -11,7 +11,9 @@ from midus.errors import MidusError
 from midus.models.loading import load_tokenizer
 from midus.reports import write_json
 from midus.studies.finalists import Finalist
+from midus.studies.results import RESULTS_NAME
 from midus.studies.trials import hash_facts
+from midus.training.arguments import make_arguments
 from midus.training.options import TrainOptions
 from midus.training.reading import read_yaml
 from midus.training.run import changed_option, deciding_options
@@ -66,6 +68,16 @@ def read_sft_options(path: Path, settings: list[str], base: str) -> TrainOptions
         options = TrainOptions.from_dict({**values, "model": base, "output": "(study)"})
     except MidusError as error:
         raise MidusError(f"{path}: {error}") from error
+    if options.optimizer.parts:
+        raise MidusError(
+            f"{path}: optimizer.parts would tune models with memories alone, and the rates are the "
+            "same for all; leave it out"
+        )
+    if options.trainer.get("ignore_data_skip"):
+        raise MidusError(
+            f"{path}: trainer.ignore_data_skip would give a run that was stopped other rows; leave "
+            "it out"
+        )
     for name, (neutral, why) in _NEUTRAL.items():
         if getattr(options, name) != neutral:
             raise MidusError(f"{path}: {name} is not for finalists, as {why}; leave it out")
@@ -84,7 +96,12 @@ def read_sft_options(path: Path, settings: list[str], base: str) -> TrainOptions
             f"{path}: models are compared by their held-out loss; set data.held_out or "
             "data.eval_sources"
         )
-    return replace(options, optimizer=options.optimizer.resolved("sft"))
+    options = replace(options, optimizer=options.optimizer.resolved("sft"))
+    try:
+        make_arguments(options, has_held_out=True)  # which refuses what the trainer would
+    except MidusError as error:
+        raise MidusError(f"{path}: {error}") from error
+    return options
 
 
 def begin_sft(folder: Path, name: str, options: TrainOptions) -> Sft:
@@ -100,7 +117,7 @@ def begin_sft(folder: Path, name: str, options: TrainOptions) -> Sft:
     """
     sft = Sft(name, options.to_dict(), _digest_rows(options))
     out = folder / FOLDER / name
-    if not (out / FACTS_NAME).is_file():
+    if not (out / FACTS_NAME).is_file() or not _has_come_far(out):
         write_json(out / FACTS_NAME, {"options": sft.options, "rows": sft.rows})
         return sft
     begun = read_sft(folder, name)
@@ -116,6 +133,13 @@ def begin_sft(folder: Path, name: str, options: TrainOptions) -> Sft:
             "each other; give the same data, or another --name"
         )
     return begun
+
+
+def _has_come_far(out: Path) -> bool:
+    """Whether there is something that other options would not fit: a row, or trained weights."""
+    results = out / RESULTS_NAME
+    has_rows = results.is_file() and results.stat().st_size > 0
+    return has_rows or any(out.glob("*/checkpoint-*"))
 
 
 def read_sft(folder: Path, name: str) -> Sft:

@@ -11,8 +11,8 @@ from midus.studies.finalists import Finalist, find_finalists
 from midus.studies.folder import read_study_folder
 from midus.studies.options import StudyOptions
 from midus.studies.results import Row
-from midus.studies.sft import read_rows
 from midus.studies.sft_options import FOLDER, Sft, read_sft
+from midus.studies.sft_rows import read_rows
 
 REPORT_NAME = "report.md"
 _NO_METRIC = ("stderr", "n", "error")
@@ -39,8 +39,8 @@ class SftReport:
     sft: Sft
     lines: list[SftLine]
     """By held-out loss after fine-tuning, lowest first."""
-    missing: dict[str, int]
-    """By label, the models that are left."""
+    missing: list[tuple[str, int]]
+    """Label and number of the models that are left, a method each: labels may be alike."""
     num_others: int
     """Rows of models that are no finalists any more."""
 
@@ -52,7 +52,7 @@ def make_sft_report(folder: Path, name: str) -> SftReport:
     groups: dict[str, list[Finalist]] = {}
     for finalist in find_finalists(folder, study, identity):
         groups.setdefault(finalist.method, []).append(finalist)
-    lines, missing, shown = [], {}, set()
+    lines, missing, shown = [], [], set()
     for own in groups.values():
         label = own[0].label
         ended = [finalist for finalist in own if sft.key(finalist) in rows]
@@ -62,7 +62,7 @@ def make_sft_report(folder: Path, name: str) -> SftReport:
             origins = [finalist.row for finalist in ended]
             lines.append(SftLine(label, found, origins, len(own)))
         if len(found) < len(own):
-            missing[label] = len(own) - len(found)
+            missing.append((label, len(own) - len(found)))
     lines.sort(key=_loss_after)
     return SftReport(study, sft, lines, missing, len(rows.keys() - shown))
 
@@ -183,7 +183,7 @@ def _shown_tasks(report: SftReport) -> Row:
 def _notes(report: SftReport) -> list[str]:
     notes = [
         f"- {label}: {num} of the models that the study kept {'is' if num == 1 else 'are'} left."
-        for label, num in report.missing.items()
+        for label, num in report.missing
     ]
     shown = _shown_tasks(report)
     for line in report.lines if shown else []:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from midus.errors import MidusError
 from midus.reports import write_json
 from midus.studies.timing import Deadline
 from midus.training.checkpoint import last_checkpoint
@@ -54,8 +55,19 @@ class SftCallback(TrainerCallback, ExportableState):
             raise TimeIsUp
 
 
-def open_run(run: Path, key: str) -> None:
-    """Makes a run's folder ready to begin, or to go on where it has a checkpoint of this key."""
+def open_run(run: Path, key: str, is_kept: bool) -> None:
+    """Makes a run's folder ready to begin, or to go on where it has a checkpoint of this key.
+
+    Args:
+        run: The folder.
+        key: Of the row it will have.
+        is_kept: Whether a row names the model that is there.
+    """
+    if is_kept:
+        raise MidusError(
+            f"{run / MODEL_NAME} is the kept model of another row, so nothing else is run there; "
+            "give another --name"
+        )
     if _owner(run) != key or last_checkpoint(run) is None:
         shutil.rmtree(run, ignore_errors=True)
         write_json(run / _OWNER_NAME, {"key": key})

@@ -5,6 +5,7 @@ The name appears when everything is on disk, so a folder of that name is whole.
 """
 
 import copy
+import errno
 import json
 import math
 import os
@@ -28,6 +29,8 @@ from midus.training.optimizer_state import fill_state, full_state
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _ADAPTER = ".lora_"
+# What safetensors, `check_space` and torch's writer say of a full disk.
+_FULL = ("No space left", "the disk has", "PytorchStreamWriter")
 
 
 def last_checkpoint(run: Path) -> Path | None:
@@ -88,6 +91,16 @@ def refuse_non_finite(found: dict[str, float], step: int, run: Path) -> None:
             )
 
 
+def is_full_disk(error: BaseException) -> bool:
+    """Whether an error, or one that it came from, says that the disk holds no more."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    if any(words in str(error) for words in _FULL):
+        return True
+    before = error.__cause__ or error.__context__
+    return before is not None and is_full_disk(before)
+
+
 @contextmanager
 def disk_errors_named(target: Path, last_good: Path | None) -> Iterator[None]:
     """A full disk becomes one sentence that names what is safe."""
@@ -95,14 +108,8 @@ def disk_errors_named(target: Path, last_good: Path | None) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, SafetensorError, MidusError) as error:
         text = str(error)
-        full = (
-            isinstance(error, OSError)
-            or "No space left" in text
-            or "the disk has" in text
-            or "PytorchStreamWriter" in text
-            or "enforce fail" in text
-        )
-        if not full:
+        is_torch = "enforce fail" in text  # its writer, which this is around
+        if not isinstance(error, OSError) and not is_torch and not is_full_disk(error):
             raise
         with suppress(OSError):
             shutil.rmtree(staged_name(target))

@@ -270,8 +270,17 @@ def _refuse_owned(trainer: Any) -> None:
     if not isinstance(trainer, dict):
         raise MidusError(f"trainer={trainer!r} must be a mapping of TrainingArguments")
     for name in trainer:
+        if not isinstance(name, str):
+            raise MidusError(f"trainer.{name} is no argument of the trainer; leave it out")
         if name in _OWNED:
             raise MidusError(f"trainer.{name} is said elsewhere; use {_OWNED[name]} instead")
+        try:
+            json.dumps(trainer[name])
+        except (TypeError, ValueError) as error:
+            raise MidusError(
+                f"trainer.{name}={trainer[name]!r} is no text, number, list or mapping; put a date "
+                "or the like in quotes"
+            ) from error
 
 
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:

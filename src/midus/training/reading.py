@@ -7,6 +7,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from midus.data.options import DataOptions
 from midus.errors import MidusError
 
+_ENDLESS = "holds a list or mapping within itself, or too many within each other; write it flat"
+
 
 def read_yaml(
     path: str | Path, overrides: list[str] | tuple[str, ...], example: str
@@ -22,12 +24,15 @@ def read_yaml(
 
     file = Path(path)
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        # Numbers are made here, in a copy that shares nothing: YAML's aliases are one object.
+        values = numeric(yaml.safe_load(file.read_text(encoding="utf-8")))
     except OSError as error:
         raise MidusError(f"{file} cannot be read ({error.strerror}); give a YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # such as 2024-13-01, a date that is none
         reason = " ".join(str(error).split())
         raise MidusError(f"{file} is not valid YAML ({reason})") from error
+    except RecursionError as error:
+        raise MidusError(f"{file} {_ENDLESS}") from error
     if not isinstance(values, dict):
         raise MidusError(f"{file} holds no options; write them as `{example}` and so on")
     for override in overrides:
@@ -44,8 +49,10 @@ def override_option(values: Any, override: str) -> None:
         raise MidusError(f"--set {override!r} must be a key and a value, such as optimizer.lr=1e-4")
     try:
         value = numeric(yaml.safe_load(text))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise MidusError(f"--set {override!r}: {text!r} is no YAML value") from error
+    except RecursionError as error:
+        raise MidusError(f"--set {override!r} {_ENDLESS}") from error
     set_option(values, key, value, f"--set {override!r}")
 
 
@@ -61,7 +68,7 @@ def set_option(values: Any, key: str, value: Any, said: str) -> None:
     *path, last = key.split(".")
     place = values
     for part in path:
-        if isinstance(place, list) and part.isdigit() and int(part) < len(place):
+        if _is_index(part, place):
             if isinstance(place[int(part)], str):
                 place[int(part)] = {"path": place[int(part)]}  # a source written as its path
             place = place[int(part)]
@@ -71,12 +78,17 @@ def set_option(values: Any, key: str, value: Any, said: str) -> None:
             place = place[part]
         else:
             raise MidusError(f"{said}: there is no {part!r} in the file to set it in")
-    if isinstance(place, list) and last.isdigit() and int(last) < len(place):
+    if _is_index(last, place):
         place[int(last)] = value
     elif isinstance(place, dict):
         place[last] = value
     else:
         raise MidusError(f"{said}: there is no {last!r} in the file to set it in")
+
+
+def _is_index(part: str, place: Any) -> bool:
+    is_number = part.isascii() and part.isdecimal()
+    return isinstance(place, list) and is_number and int(part) < len(place)
 
 
 def numeric(value: Any) -> Any:
