@@ -1,7 +1,7 @@
 """Figures of a study's trials: which there are, over the seeds of a setting, and how written."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,18 @@ def of_task(shown: Row, name: str | None, metric: str, scale: int) -> Pick:
 def tasks_mean(shown: Row) -> Pick:
     """The mean over tasks, in percent."""
     return of_task(shown, None, "tasks_mean", 100)
+
+
+def missing_tasks(rows: Iterable[tuple[str, list[Row]]], shown: Row) -> list[str]:
+    """Notes on methods, by label, some of whose rows have no scores of the tasks that are shown."""
+    notes = []
+    for label, own in rows if shown else []:
+        found = [row for row in own if row.get("tasks_of") == shown["tasks_of"]]
+        if lacking := len(own) - len(found):
+            notes.append(f"- {label}: {lacking} of {len(own)} seeds have no scores of these tasks.")
+        errors = {n: s["error"] for row in found for n, s in row["tasks"].items() if "error" in s}
+        notes += [f"- {label}: {name} failed ({why})." for name, why in errors.items()]
+    return notes
 
 
 def spread(values: list[float], digits: int) -> str:

@@ -9,6 +9,7 @@ from midus.studies.fairness import count_trials, differences
 from midus.studies.figures import (
     Line,
     Pick,
+    missing_tasks,
     of_task,
     of_text,
     on_test,
@@ -96,7 +97,9 @@ def to_markdown(report: StudyReport, figures: list[str]) -> str:
         if line.choice and line.choice.at_edge
     ]
     missing = [f"- {name}: {why}." for name, why in report.missing.items()]
-    missing += _missing_tasks(report)
+    missing += missing_tasks(
+        ((line.label, line.rows) for line in report.lines), shown_tasks(study, report.lines)
+    )
     if edges or missing:
         parts.append("\n".join(edges + missing))
     if any(map(_is_eager, [*report.trials, *(row for line in report.lines for row in line.rows)])):
@@ -222,16 +225,3 @@ def _task_columns(shown: Row) -> dict[str, Pick]:
     if has_shares:
         columns["tasks, mean %"] = tasks_mean(shown)
     return columns
-
-
-def _missing_tasks(report: StudyReport) -> list[str]:
-    shown = shown_tasks(report.study, report.lines)
-    notes = []
-    for line in report.lines if shown else []:
-        found = [row for row in line.rows if row.get("tasks_of") == shown["tasks_of"]]
-        if lacking := len(line.rows) - len(found):
-            num = len(line.rows)
-            notes.append(f"- {line.label}: {lacking} of {num} seeds have no scores of these tasks.")
-        errors = {n: s["error"] for row in found for n, s in row["tasks"].items() if "error" in s}
-        notes += [f"- {line.label}: {name} failed ({why})." for name, why in errors.items()]
-    return notes

@@ -43,9 +43,10 @@ from midus.studies.sft_run import (
 from midus.studies.tasks import Tasks
 from midus.studies.timing import Deadline
 from midus.training.checkpoint import is_full_disk, read_weights
+from midus.training.continuing import MODEL_NAME
 from midus.training.loss import use_chunked_loss
 from midus.training.options import TrainOptions
-from midus.training.run import MODEL_NAME, RESULT_NAME, hardware, train
+from midus.training.run import RESULT_NAME, hardware, train
 from midus.training.starting import start_model
 from midus.upscaling.method import Track
 

@@ -14,9 +14,9 @@ from midus.studies.finalists import Finalist
 from midus.studies.results import RESULTS_NAME
 from midus.studies.trials import hash_facts
 from midus.training.arguments import make_arguments
+from midus.training.continuing import changed_option, deciding_options
 from midus.training.options import TrainOptions
 from midus.training.reading import read_yaml
-from midus.training.run import changed_option, deciding_options
 
 FOLDER = "sft"
 FACTS_NAME = "sft.json"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from midus.studies.figures import Pick, of_task, of_text, on_test, spread, to_table
+from midus.studies.figures import Pick, missing_tasks, of_task, of_text, on_test, spread, to_table
 from midus.studies.finalists import Finalist, find_finalists
 from midus.studies.folder import read_study_folder
 from midus.studies.options import StudyOptions
@@ -185,14 +185,7 @@ def _notes(report: SftReport) -> list[str]:
         f"- {label}: {num} of the models that the study kept {'is' if num == 1 else 'are'} left."
         for label, num in report.missing
     ]
-    shown = _shown_tasks(report)
-    for line in report.lines if shown else []:
-        found = [row for row in line.rows if row.get("tasks_of") == shown["tasks_of"]]
-        if lacking := len(line.rows) - len(found):
-            num = len(line.rows)
-            notes.append(f"- {line.label}: {lacking} of {num} have no scores of these tasks.")
-        errors = {n: s["error"] for row in found for n, s in row["tasks"].items() if "error" in s}
-        notes += [f"- {line.label}: {name} failed ({why})." for name, why in errors.items()]
+    notes += missing_tasks(((line.label, line.rows) for line in report.lines), _shown_tasks(report))
     if report.num_others:
         notes.append(
             f"- {report.num_others} rows are of models that the study has chosen no longer, and "

@@ -13,7 +13,7 @@ from midus.errors import MidusError
 from midus.reports import write_json
 from midus.studies.timing import Deadline
 from midus.training.checkpoint import last_checkpoint
-from midus.training.run import MODEL_NAME, OPTIONS_NAME
+from midus.training.continuing import MODEL_NAME, OPTIONS_NAME
 
 MERGED_NAME = "start"
 TASKS_NAME = "tasks.json"

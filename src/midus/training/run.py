@@ -18,15 +18,10 @@ from midus.errors import MidusError
 from midus.models.atomic import atomic_folder
 from midus.models.fused_base import fuse_blocks
 from midus.models.loading import load_tokenizer
-from midus.models.sources import source_id
 from midus.reports import conditions, machine_name
 from midus.training.arguments import make_arguments
-from midus.training.checkpoint import (
-    clear_staged,
-    last_checkpoint,
-    replace_text,
-    write_weights,
-)
+from midus.training.checkpoint import last_checkpoint, replace_text, write_weights
+from midus.training.continuing import MODEL_NAME, open_run
 from midus.training.controls import causal_lm
 from midus.training.distributed import first_rank_first, from_first_rank, is_first_rank
 from midus.training.freezing import count_trainable
@@ -44,31 +39,7 @@ from midus.training.watching import (
 )
 from midus.upscaling.method import Track
 
-OPTIONS_NAME = "options.json"
 RESULT_NAME = "result.json"
-MODEL_NAME = "model"
-# What may change between a run and its continuation without changing its weights.
-_FREE = (
-    "cuda_graphs",
-    "output",
-    "data.cache",
-    "trainer.dataloader_num_workers",
-    "trainer.logging_steps",
-    "trainer.per_device_eval_batch_size",
-    "trainer.report_to",
-    "trainer.run_name",
-    "trainer.save_steps",
-    "trainer.save_total_limit",
-)
-# What runs had that were begun without the option.
-_BEFORE = {
-    "fused_blocks": False,
-    "key_start": "random",
-    "optimizer.decay_ratio": 1.0,
-    "upscale.memory.bypass": "none",
-    "upscale.memory.key_scale": 1.0,
-    "upscale.memory.value_proj_scale": 1.0,
-}
 
 
 @dataclass(frozen=True)
@@ -113,7 +84,7 @@ def train(
         options = replace(options, sharding="fsdp2")  # as accelerate's settings say
     run = Path(options.output)
     if world.is_main_process:
-        _open_run(run, options, resume)
+        open_run(run, options, resume)
     world.wait_for_everyone()
     checkpoint = last_checkpoint(run) if resume else None
     trainer, start = make_trainer(options, world.num_processes, track, say)
@@ -277,80 +248,6 @@ def _watch(trainer: Any, options: TrainOptions) -> None:
     trainer.add_callback(GuardCallback(trainer, run))
     if options.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(options.early_stopping_patience))
-
-
-def _open_run(run: Path, options: TrainOptions, resume: bool) -> None:
-    """Makes the run's folder, or checks that it is the same run that goes on."""
-    checkpoint = last_checkpoint(run)
-    saved = run / OPTIONS_NAME
-    if not resume and (checkpoint or (run / MODEL_NAME).exists()):
-        raise MidusError(
-            f"{run} holds a run already; pass --resume to go on with it, or choose another output"
-        )
-    if resume and checkpoint and saved.is_file():
-        _refuse_other_options(_read_json(saved), options.to_dict(), run)
-    run.mkdir(parents=True, exist_ok=True)
-    clear_staged(run)
-    replace_text(saved, json.dumps(options.to_dict(), indent=2) + "\n")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise MidusError(
-            f"{path} cannot be read ({error}); remove it to resume without comparing options"
-        ) from error
-    return values
-
-
-def _refuse_other_options(old: dict[str, Any], new: dict[str, Any], run: Path) -> None:
-    if changed := changed_option(old, new):
-        key, before, now = changed
-        raise MidusError(
-            f"{run} was begun with {key}={before!r} and not {now!r}; resume with the same options, "
-            "or choose another output"
-        )
-
-
-def changed_option(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first option, old value and new, that makes another run of it; None where there is none.
-
-    Args:
-        old: Options that a run was begun with, as it saved them.
-        new: Options that it is to go on with.
-    """
-    before, now = deciding_options(old), deciding_options(new)
-    for name, value in _BEFORE.items():
-        if name in now:
-            before.setdefault(name, value)
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key):
-            return key, before.get(key), now.get(key)
-    return None
-
-
-def deciding_options(values: dict[str, Any]) -> dict[str, Any]:
-    """By names with dots, those that decide a run's weights.
-
-    Args:
-        values: Every option, as a run saves them.
-    """
-    flat = _flat(values)
-    flat["model"] = source_id(flat["model"])  # one place by two names is one place
-    free = set(_FREE)
-    if not values.get("keep_best") and not values.get("early_stopping_patience"):
-        free.add("trainer.eval_steps")
-    return {name: value for name, value in flat.items() if name not in free}
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(values, dict):
-        return {prefix.rstrip("."): values}
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.")
-    return flat
 
 
 def _write_model(trainer: Any, start: Start, target: Path) -> None:
