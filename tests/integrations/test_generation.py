@@ -228,9 +228,10 @@ def generate_on_a_gpu(kind, cache):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", ["offloaded", "static", "offloaded_static"])
-def test_on_a_gpu_every_cache_the_base_can_use_gives_the_same_tokens(cache):
-    base = generate_on_a_gpu("base", cache)
-    if base.returncode:
-        pytest.skip(f"transformers' own Llama fails with {cache}: {base.stderr[-500:]}")
+def test_on_a_gpu_every_cache_gives_the_same_tokens(cache):
     found = generate_on_a_gpu("grown", cache)
-    assert found.returncode == 0, found.stderr[-3000:]
+    if found.returncode:
+        base = generate_on_a_gpu("base", cache)
+        pytest.fail(
+            f"{found.returncode}, and {base.returncode} of a plain Llama:\n{found.stderr[-3000:]}"
+        )

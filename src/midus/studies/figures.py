@@ -91,6 +91,42 @@ def tasks_mean(shown: Row) -> Pick:
     return of_task(shown, None, "tasks_mean", 100)
 
 
+def task_columns(shown: Row) -> dict[str, Pick]:
+    """By heading: a column a task, and their mean; nothing without tasks."""
+    columns: dict[str, Pick] = {}
+    has_shares = False
+    for name, scores in shown.get("tasks", {}).items():
+        metric = next(key for key in scores if key not in ("stderr", "n", "error"))
+        is_share = "perplexity" not in metric and metric != "bits_per_byte"
+        heading = f"{name}, {metric} %" if is_share else f"{name}, {metric}"
+        columns[heading] = of_task(shown, name, metric, 100 if is_share else 1)
+        has_shares = has_shares or is_share
+    if has_shares:
+        columns["tasks, mean %"] = tasks_mean(shown)
+    return columns
+
+
+def about_tasks(study: StudyOptions) -> str:
+    """A sentence on what a study's tasks are, behind a space; nothing without tasks."""
+    if study.tasks is None:
+        return ""
+    limit = study.tasks.limit
+    much = "all examples of each" if limit is None else f"at most the first {limit:,} of each"
+    return f" Tasks are those of lm-evaluation-harness, {much}."
+
+
+def said_of_texts_and_tasks(row: Row) -> list[str]:
+    """A row's perplexity of texts and its mean over tasks, as words for a line of progress."""
+    words = [
+        f"{name} {scores['word_perplexity']:.2f} a word"
+        for name, scores in row["texts"].items()
+        if scores["word_perplexity"] is not None
+    ]
+    if row.get("tasks_mean") is not None:
+        words.append(f"tasks {100 * row['tasks_mean']:.2f} %")
+    return words
+
+
 def missing_tasks(rows: Iterable[tuple[str, list[Row]]], shown: Row) -> list[str]:
     """Notes on methods, by label, some of whose rows have no scores of the tasks that are shown."""
     notes = []

@@ -9,15 +9,15 @@ from midus.studies.fairness import count_trials, differences
 from midus.studies.figures import (
     Line,
     Pick,
+    about_tasks,
     missing_tasks,
-    of_task,
     of_text,
     on_test,
     on_validation,
     peak_gb,
     shown_tasks,
     spread,
-    tasks_mean,
+    task_columns,
     to_table,
 )
 from midus.studies.folder import read_study_folder
@@ -87,7 +87,7 @@ def to_markdown(report: StudyReport, figures: list[str]) -> str:
     """The page: the table, what it leaves out, pictures, the paper's order, and every trial."""
     study = report.study
     parts = [f"# {study.name}", _preface(report)]
-    tasks = _task_columns(shown_tasks(report.study, report.lines))
+    tasks = task_columns(shown_tasks(report.study, report.lines))
     cells = [_cells(line, study, tasks) for line in report.lines]
     parts.append(to_table(_columns(study, tasks), cells))
     edges = [
@@ -120,7 +120,7 @@ def _preface(report: StudyReport) -> str:
     commits = ", ".join(sorted({str(row["conditions"]["commit"]) for row in rows}))
     return (
         "Settings are chosen by validation loss and reported on test, the mean over the seeds that "
-        f"the table counts ± their standard deviation. {_equality(study)}{_about_tasks(study)} On "
+        f"the table counts ± their standard deviation. {_equality(study)}{about_tasks(study)} On "
         f"{machines}; commit {commits}."
     )
 
@@ -135,14 +135,6 @@ def _equality(study: StudyOptions) -> str:
     if len(set(counts.values())) == 1:
         return f"{same}; every method tries as many."
     return f"{same}; methods differ in how many they try, which favours those with more."
-
-
-def _about_tasks(study: StudyOptions) -> str:
-    if study.tasks is None:
-        return ""
-    limit = study.tasks.limit
-    much = "all examples of each" if limit is None else f"at most the first {limit:,} of each"
-    return f" Tasks are those of lm-evaluation-harness, {much}."
 
 
 def _columns(study: StudyOptions, tasks: dict[str, Pick]) -> list[str]:
@@ -210,18 +202,3 @@ def _trial_cells(row: Row) -> list[str]:
         spread([row["peak_gb"]] if row.get("peak_gb") else [], 1),
         row["status"].replace("_", " "),
     ]
-
-
-def _task_columns(shown: Row) -> dict[str, Pick]:
-    """By heading: a column a task, and their mean; nothing without tasks."""
-    columns: dict[str, Pick] = {}
-    has_shares = False
-    for name, scores in shown.get("tasks", {}).items():
-        metric = next(key for key in scores if key not in ("stderr", "n", "error"))
-        is_share = "perplexity" not in metric and metric != "bits_per_byte"
-        heading = f"{name}, {metric} %" if is_share else f"{name}, {metric}"
-        columns[heading] = of_task(shown, name, metric, 100 if is_share else 1)
-        has_shares = has_shares or is_share
-    if has_shares:
-        columns["tasks, mean %"] = tasks_mean(shown)
-    return columns

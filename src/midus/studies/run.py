@@ -8,6 +8,7 @@ from midus.data.rows import is_token_folder
 from midus.errors import MidusError
 from midus.studies.checking import check_trials
 from midus.studies.choosing import choose
+from midus.studies.figures import said_of_texts_and_tasks
 from midus.studies.folder import opened
 from midus.studies.grid import final_trials, search_trials
 from midus.studies.material import Material
@@ -231,13 +232,7 @@ def _said(row: Row) -> str:
     if row["status"] != "done":
         return str(row["status"]).replace("_", " ")
     words = [f"{name} {row[name]['perplexity']:.3f}" for name in ("validation", "test")]
-    words += [
-        f"{name} {scores['word_perplexity']:.2f} a word"
-        for name, scores in row["texts"].items()
-        if scores["word_perplexity"] is not None
-    ]
-    if row.get("tasks_mean") is not None:
-        words.append(f"tasks {100 * row['tasks_mean']:.2f} %")
+    words += said_of_texts_and_tasks(row)
     if row.get("tokens_per_second"):
         words.append(f"{row['tokens_per_second']:,.0f} tokens/s")
     if row.get("peak_gb"):

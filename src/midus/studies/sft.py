@@ -15,6 +15,7 @@ import torch
 from midus.errors import MidusError
 from midus.models.fused_base import fuse_blocks
 from midus.reports import conditions, write_json
+from midus.studies.figures import said_of_texts_and_tasks
 from midus.studies.finalists import (
     Finalist,
     check_kept,
@@ -275,13 +276,7 @@ class _Session:
 def _said(row: Row) -> str:
     before, after = (row["held_out"][when]["loss"] for when in ("before", "after"))
     words = [f"held-out loss {_number(before)} -> {_number(after)}"]
-    words += [
-        f"{name} {scores['word_perplexity']:.2f} a word"
-        for name, scores in row["texts"].items()
-        if scores["word_perplexity"] is not None
-    ]
-    if row.get("tasks_mean") is not None:
-        words.append(f"tasks {100 * row['tasks_mean']:.2f} %")
+    words += said_of_texts_and_tasks(row)
     return ", ".join(words)
 
 

@@ -6,7 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from midus.studies.figures import Pick, missing_tasks, of_task, of_text, on_test, spread, to_table
+from midus.studies.figures import (
+    Pick,
+    about_tasks,
+    missing_tasks,
+    of_text,
+    on_test,
+    spread,
+    task_columns,
+    to_table,
+)
 from midus.studies.finalists import Finalist, find_finalists
 from midus.studies.folder import read_study_folder
 from midus.studies.options import StudyOptions
@@ -15,7 +24,6 @@ from midus.studies.sft_options import FOLDER, Sft, read_sft
 from midus.studies.sft_rows import read_rows
 
 REPORT_NAME = "report.md"
-_NO_METRIC = ("stderr", "n", "error")
 
 
 @dataclass(frozen=True)
@@ -100,17 +108,9 @@ def _preface(report: SftReport) -> str:
         "the same for all, and no rate was searched for any method. All weights train. Held-out "
         "loss is of answers to instructions, before → after; test text, other texts and tasks are "
         "the study's, as it measured them → after fine-tuning. Means over the study's seeds ± "
-        f"their standard deviation; by held-out loss.{_about_tasks(report.study)} On {machines}; "
+        f"their standard deviation; by held-out loss.{about_tasks(report.study)} On {machines}; "
         f"commit {commits}."
     )
-
-
-def _about_tasks(study: StudyOptions) -> str:
-    if study.tasks is None:
-        return ""
-    limit = study.tasks.limit
-    much = "all examples of each" if limit is None else f"at most the first {limit:,} of each"
-    return f" Tasks are those of lm-evaluation-harness, {much}."
 
 
 def _columns(report: SftReport) -> dict[str, Callable[[SftLine], str]]:
@@ -125,15 +125,10 @@ def _columns(report: SftReport) -> dict[str, Callable[[SftLine], str]]:
         "test ppl": _before_and_after(on_test, 3),
         **{f"{n}, ppl a word": _before_and_after(of_text(n), 2) for n in report.study.texts},
     }
-    shown, has_shares = _shown_tasks(report), False
-    for name, scores in shown.get("tasks", {}).items():
-        metric = next(key for key in scores if key not in _NO_METRIC)
-        is_share = "perplexity" not in metric and metric != "bits_per_byte"
-        heading = f"{name}, {metric} %" if is_share else f"{name}, {metric}"
-        columns[heading] = _before_and_after(of_task(shown, name, metric, 100 if is_share else 1))
-        has_shares = has_shares or is_share
-    if has_shares:
-        columns["tasks, mean %"] = _before_and_after(of_task(shown, None, "tasks_mean", 100))
+    columns |= {
+        heading: _before_and_after(pick)
+        for heading, pick in task_columns(_shown_tasks(report)).items()
+    }
     return columns | {
         "tokens": lambda line: f"{statistics.mean(row['tokens'] for row in line.rows):,.0f}",
         "seconds": lambda line: spread([row["seconds"] for row in line.rows], 0),

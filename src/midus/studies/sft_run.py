@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -44,6 +45,8 @@ class SftCallback(TrainerCallback, ExportableState):
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.device.type == "cuda":
+            torch.cuda.synchronize(args.device)  # its work is part of the step
         self.seconds += time.perf_counter() - self._began
         if state.global_step >= state.max_steps:
             control.should_evaluate = control.should_save = True
