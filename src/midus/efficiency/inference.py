@@ -117,7 +117,16 @@ def measure_generate(
     repeats: int,
     device: torch.device,
 ) -> Rate:
-    """Greedy generation, timed from the second token to the last.
+    """Greedy generation, as often as ``repeats`` says after one warm-up."""
+    generate_once(generate, input_ids, tokens, device)
+    seconds = [generate_once(generate, input_ids, tokens, device) for _ in range(repeats)]
+    return _rate(tokens * len(input_ids), seconds)
+
+
+def generate_once(
+    generate: Callable[..., Any], input_ids: Tensor, tokens: int, device: torch.device
+) -> float:
+    """Seconds of one greedy generation, from the second token to the last.
 
     So neither prefill nor the capture of a graph, which comes before the second token, counts.
 
@@ -125,24 +134,18 @@ def measure_generate(
         generate: ``model.generate`` or what takes the same arguments.
         input_ids: The prompts.
         tokens: Tokens that are timed, of each sequence.
-        repeats: Times it is run, after one warm-up.
         device: Where it runs.
     """
-
-    def run() -> float:
-        clock = _TokenClock(device)
-        made = generate(
-            input_ids=input_ids,
-            max_new_tokens=tokens + 2,
-            min_new_tokens=tokens + 2,
-            do_sample=False,
-            stopping_criteria=[clock],
-        )
-        assert made.shape[1] == input_ids.shape[1] + tokens + 2
-        return clock.seconds(1)
-
-    run()
-    return _rate(tokens * len(input_ids), [run() for _ in range(repeats)])
+    clock = _TokenClock(device)
+    made = generate(
+        input_ids=input_ids,
+        max_new_tokens=tokens + 2,
+        min_new_tokens=tokens + 2,
+        do_sample=False,
+        stopping_criteria=[clock],
+    )
+    assert made.shape[1] == input_ids.shape[1] + tokens + 2
+    return clock.seconds(1)
 
 
 @torch.no_grad()
