@@ -221,17 +221,22 @@ def test_continuous_batching_gives_every_request_its_own_tokens(is_fused, monkey
 
 def generate_on_a_gpu(kind, cache):
     script = Path(__file__).with_name("cached_generation.py")
-    environment = {**os.environ, "PYTHONPATH": str(script.parents[1])}
+    paths = [str(script.parents[1]), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, str(script), kind, cache]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cache", ["offloaded", "static", "offloaded_static"])
+@pytest.mark.parametrize("cache", ["offloaded", "static"])
 def test_on_a_gpu_every_cache_gives_the_same_tokens(cache):
     found = generate_on_a_gpu("grown", cache)
-    if found.returncode:
-        base = generate_on_a_gpu("base", cache)
-        pytest.fail(
-            f"{found.returncode}, and {base.returncode} of a plain Llama:\n{found.stderr[-3000:]}"
-        )
+    assert found.returncode == 0, found.stderr[-3000:]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_static_cache_in_the_hosts_memory_does_what_it_does_for_the_base():
+    found, base = (generate_on_a_gpu(kind, "offloaded_static") for kind in ("grown", "base"))
+    if base.returncode:
+        pytest.xfail(f"a plain Llama ends with {base.returncode}: {base.stderr[-300:]}")
+    assert found.returncode == 0, found.stderr[-3000:]

@@ -44,8 +44,11 @@ class GraphedStep:
             with causal_attention(model), torch.cuda.device(device):
                 self._capture(loss_of, torch.cuda.Stream(device), before)
         except RuntimeError:
-            # Where the end of a capture fails, PyTorch does not leave its stream.
+            # Where the end of a capture fails, PyTorch does not leave its stream, and the generator
+            # of random numbers goes on counting for the graph; a copy of it does not.
             torch.cuda.set_stream(outer)
+            generator = torch.cuda.default_generators[device.index]
+            generator.graphsafe_set_state(generator.clone_state())
             for parameter, old in zip(self._trained, before, strict=True):
                 parameter.grad = old
             raise
