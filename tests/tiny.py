@@ -101,5 +101,5 @@ def load(folder, **options):
 
 
 every_family = pytest.mark.parametrize("family", list(FAMILIES))
-both_bypasses = pytest.mark.parametrize("bypass", ["attention", "stream"])
+each_bypass = pytest.mark.parametrize("bypass", BYPASSES[1:])
 every_bypass = pytest.mark.parametrize("bypass", BYPASSES)

@@ -14,7 +14,7 @@ from midus.errors import MidusError
 
 QUERY_NORMS = ("none", "batch", "layer")
 VALUE_KINDS = ("hive", "shared", "independent")
-BYPASSES = ("none", "attention", "stream")
+BYPASSES = ("none", "attention", "stream", "both")
 KEY_INITS = ("uniform", "normal")
 VALUE_PROJ_INITS = ("normal", "identity")
 # Far beyond any use, and small enough that no product of sizes overflows.
@@ -76,8 +76,8 @@ class MemoryConfig:
     memory_output_proj: bool = False
     """Add a linear map after the memory, started as the identity (beyond the paper)."""
     bypass: str = "none"
-    """A linear map beside the memory, started at zero: none, attention (of what attention found) or
-    stream (of what attention reads); beyond the paper."""
+    """A linear map beside the memory, started at zero: none, attention (of what attention found),
+    stream (of what attention reads) or both; beyond the paper."""
     key_init: str = "uniform"
     """Start of the sub-keys: uniform in ±1/sqrt(width) or normal with std 1/sqrt(width)."""
     value_proj_init: str = "normal"

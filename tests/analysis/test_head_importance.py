@@ -103,6 +103,7 @@ VARIANTS = {
     "pkm": MemoryConfig(kind="pkm", num_subkeys=8),
     "bypass of attention": MemoryConfig(num_subkeys=8, bypass="attention"),
     "bypass of the stream": MemoryConfig(num_subkeys=8, bypass="stream"),
+    "bypass of both": MemoryConfig(num_subkeys=8, bypass="both"),
 }
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tiny import VOCAB, both_bypasses, every_family, fill_tables, grown, prompt_ids, tiny_base
+from tiny import VOCAB, each_bypass, every_family, fill_tables, grown, prompt_ids, tiny_base
 
 from midus import MemoryConfig, UpscaleConfig, upscale
 from midus.analysis import slot_values
@@ -322,7 +322,7 @@ def test_correction_ratio_is_the_mean_over_tokens():
         assert block.correction_ratio == pytest.approx(ratios.mean().item(), rel=1e-4)
 
 
-@both_bypasses
+@each_bypass
 def test_a_bypass_is_no_part_of_the_correction(bypass):
     memory = MemoryConfig(num_subkeys=8, bypass=bypass)
     model, ids = grown(memory=memory), text()

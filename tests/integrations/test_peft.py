@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import (
     TOLERANCE,
-    both_bypasses,
+    each_bypass,
     every_family,
     fill_tables,
     grown,
@@ -108,7 +108,7 @@ def test_projections_of_every_memory_layer_are_adapted(kind):
     assert relative_error(logits(model), before) < FLOAT32
 
 
-@both_bypasses
+@each_bypass
 def test_projections_after_and_beside_the_memory_are_adapted_and_merged(bypass):
     memory = MemoryConfig(num_subkeys=8, memory_output_proj=True, bypass=bypass)
     plain = grown(memory=memory)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tiny import both_bypasses, every_family, fill_tables, grown, prompt_ids, tiny_base
+from tiny import each_bypass, every_family, fill_tables, grown, prompt_ids, tiny_base
 
 from midus import MemoryConfig, MidusError, UpscaleConfig, upscale
 from midus.models import MemoryBlock
@@ -114,12 +114,13 @@ BYPASSED = {
 
 @pytest.mark.parametrize("case", BYPASSED)
 @pytest.mark.parametrize(
-    ("bypass", "family"), [("attention", "llama"), ("stream", "llama"), ("stream", "olmo2")]
+    ("bypass", "family"),
+    [("attention", "llama"), ("stream", "llama"), ("both", "llama"), ("stream", "olmo2")],
 )
 def test_a_bypass_adds_its_product_beside_the_memory(case, bypass, family):
     """M(x) = x + P Mem(r) + W_b b, with r = a', or x + a' where the residual is added.
 
-    b is a', or LN(x), where OLMo 2 has no norm: x.
+    b is a', or LN(x), or one after the other; where OLMo 2 has no norm, x stands for LN(x).
     """
     memory = MemoryConfig(num_subkeys=8, bypass=bypass, **BYPASSED[case])
     model = grown(family, memory=memory)
@@ -141,7 +142,8 @@ def test_a_bypass_adds_its_product_beside_the_memory(case, bypass, family):
     attended = seen["attended"]
     read = hidden_states + attended if memory.attention_residual else attended
     assert torch.equal(seen["read"], read)
-    beside_of = {"attention": attended, "stream": normed}[bypass]
+    both = torch.cat((attended, normed), dim=-1)
+    beside_of = {"attention": attended, "stream": normed, "both": both}[bypass]
     beside = torch.einsum("btc,dc->btd", beside_of, block.bypass.weight)
     expected = hidden_states + torch.einsum("btc,dc->btd", seen["written"], projection) + beside
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -149,7 +151,7 @@ def test_a_bypass_adds_its_product_beside_the_memory(case, bypass, family):
     assert seen["written"].abs().mean() > 0.01
 
 
-@both_bypasses
+@each_bypass
 def test_a_bypass_changes_nothing_else_that_a_block_starts_with(bypass):
     base = tiny_base()
     plain, bypassed = (
@@ -163,7 +165,7 @@ def test_a_bypass_changes_nothing_else_that_a_block_starts_with(bypass):
     assert all(torch.equal(own[name], others[name]) for name in own)
 
 
-@pytest.mark.parametrize(("bypass", "width"), [("attention", 4 * 16), ("stream", 32)])
+@pytest.mark.parametrize(("bypass", "width"), [("attention", 64), ("stream", 32), ("both", 96)])
 def test_a_bypass_reads_heads_wider_than_the_stream_or_the_stream(bypass, width):
     memory = MemoryConfig(num_subkeys=8, bypass=bypass)
     fresh = grown("qwen3", filled=False, memory=memory, head_dim=16)
@@ -174,7 +176,7 @@ def test_a_bypass_reads_heads_wider_than_the_stream_or_the_stream(bypass, width)
 
 @pytest.mark.parametrize("value", ["yes", True, None])
 def test_a_bypass_of_something_else_is_refused(value):
-    message = f"bypass={value!r} is unknown; choose one of none, attention, stream"
+    message = f"bypass={value!r} is unknown; choose one of none, attention, stream, both"
     with pytest.raises(MidusError, match=message):
         MemoryConfig(bypass=value)
 

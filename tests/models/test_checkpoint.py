@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import (
     MEMORY,
-    both_bypasses,
+    each_bypass,
     every_family,
     fill_tables,
     load,
@@ -73,7 +73,7 @@ def test_a_trained_model_survives_saving_and_loading(tmp_path, family):
         assert torch.equal(hidden, model.model(prompt_ids()).last_hidden_state)
 
 
-@both_bypasses
+@each_bypass
 def test_a_bypass_survives_every_way_of_saving_and_loading(tmp_path, bypass):
     save_base(tmp_path / "base")
     config = UpscaleConfig(memory=MemoryConfig(num_subkeys=8, bypass=bypass))

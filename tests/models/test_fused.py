@@ -142,6 +142,7 @@ def test_decoding_one_token_gives_the_plain_logits(family, batch, cache_class, c
         {"memory_output_proj": True},
         {"bypass": "attention"},
         {"bypass": "stream"},
+        {"bypass": "both"},
         {"attention_residual": True},
         {"attn_output_proj": True},
         {"values": "shared"},

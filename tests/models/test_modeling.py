@@ -7,7 +7,7 @@ import torch
 from tiny import (
     MEMORY,
     TOLERANCE,
-    both_bypasses,
+    each_bypass,
     every_bypass,
     every_family,
     fill_tables,
@@ -47,6 +47,7 @@ def test_grown_model_starts_as_the_base(family, dtype, tied):
         {"memory_output_proj": True},
         {"bypass": "attention"},
         {"bypass": "stream"},
+        {"bypass": "both"},
         {"latent_dim": 3},
         {"key_init": "normal", "value_proj_init": "identity"},
     ],
@@ -63,7 +64,7 @@ def test_every_option_starts_as_the_base_and_then_matters(options):
 
 @every_family
 @pytest.mark.parametrize("kind", MEMORY_LAYERS)
-@both_bypasses
+@each_bypass
 def test_a_bypass_starts_as_the_base_and_then_matters_alone(family, kind, bypass):
     base = tiny_base(family)
     memory = MemoryConfig(kind=kind, num_subkeys=8, bypass=bypass)
@@ -261,7 +262,7 @@ def test_gradient_checkpointing_gives_equal_gradients(family, reentrant):
     assert all(torch.equal(checkpointed[name], plain[name]) for name in plain)
 
 
-@both_bypasses
+@each_bypass
 def test_a_bypass_is_the_same_checkpointed_and_compiled(bypass):
     model, ids = grown(memory=MemoryConfig(num_subkeys=8, bypass=bypass)), prompt_ids(2)
     eager = model(ids, use_cache=False).logits
@@ -276,7 +277,7 @@ def test_a_bypass_is_the_same_checkpointed_and_compiled(bypass):
     assert all(torch.equal(checkpointed[name], plain[name]) for name in plain)
 
 
-@both_bypasses
+@each_bypass
 def test_a_bypass_learns_under_autocast(bypass):
     model, ids = grown(memory=MemoryConfig(num_subkeys=8, bypass=bypass)), prompt_ids(2)
     expected = gradients(model, ids)["model.layers.1.bypass.weight"].clone()
@@ -348,11 +349,11 @@ def test_top_1_with_a_bypass_of_the_stream_warns_of_keys_and_attention():
 # What transformers expects of its classes.
 
 
-@both_bypasses
+@each_bypass
 def test_a_fresh_bypass_from_config_is_zero(bypass):
     config = grown(memory=MemoryConfig(num_subkeys=8, bypass=bypass)).config
     weight = AutoModelForCausalLM.from_config(config).model.layers[1].bypass.weight
-    assert weight.shape == (32, 32)
+    assert weight.shape == (32, 64 if bypass == "both" else 32)
     assert not weight.any()
 
 

@@ -133,7 +133,7 @@ def _token_bytes(
     saved += 4 * block.num_heads  # the softmax's sums
     if trains:
         # One normed input for three projections, or four; autocast makes a copy for each.
-        reads = 4 if block.memory and block.memory.bypass == "stream" else 3
+        reads = 4 if block.memory and block.memory.bypasses_stream else 3
         saved += width * block.hidden * (reads if types.casts else 1)
     if block.memory:
         return saved + _memory_token_bytes(block.memory, types)
@@ -149,7 +149,7 @@ def _memory_token_bytes(memory: Memory, types: Types) -> int:
     saved = width * memory.hidden if memory.has_output_proj else 0
     if memory.has_query_proj and (memory.has_residual or memory.has_attention_proj):
         saved += width * memory.hidden  # what the query projection reads
-    if memory.bypass == "attention" and memory.has_attention_proj and memory.has_residual:
+    if memory.bypasses_attention and memory.has_attention_proj and memory.has_residual:
         saved += width * memory.attended  # what the bypass reads; else others keep it anyway
     has_own_queries = memory.has_query_proj or memory.has_query_norm
     queries = memory.attended if has_own_queries else 0  # else they are attention's output

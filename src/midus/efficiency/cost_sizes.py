@@ -42,7 +42,7 @@ class Memory:
     has_query_norm: bool
     has_output_proj: bool
     bypass: str
-    """What a linear map beside it reads: none, attention or stream."""
+    """What a linear map beside it reads: none, attention, stream or both."""
     has_residual: bool
     has_attention_proj: bool
     key_params: int
@@ -56,15 +56,23 @@ class Memory:
         return self.num_heads * self.top_k
 
     @property
-    def has_bypass(self) -> bool:
-        return self.bypass != "none"
+    def bypasses_attention(self) -> bool:
+        return self.bypass in ("attention", "both")
+
+    @property
+    def bypasses_stream(self) -> bool:
+        return self.bypass in ("stream", "both")
+
+    @property
+    def num_bypasses(self) -> int:
+        """Products that are added beside it."""
+        return self.bypasses_attention + self.bypasses_stream
 
     @property
     def num_projections(self) -> int:
-        """Matrices around the memory."""
-        return sum(
-            (self.has_query_proj, self.has_output_proj, self.has_bypass, self.has_attention_proj)
-        )
+        """Products around the memory."""
+        own = (self.has_query_proj, self.has_output_proj, self.has_attention_proj)
+        return sum(own) + self.num_bypasses
 
     @property
     def num_slots(self) -> int:
@@ -106,9 +114,9 @@ class Block:
     memory: Memory | None
 
     @property
-    def has_bypass(self) -> bool:
-        """Whether a linear map is added to its output beside the memory."""
-        return self.memory is not None and self.memory.has_bypass
+    def num_bypasses(self) -> int:
+        """Products that are added to its output beside the memory."""
+        return 0 if self.memory is None else self.memory.num_bypasses
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,7 @@ def _launches_forward(block: Block, is_fused: bool) -> int:
     # A plain norm is 6 kernels and the rotation of queries and keys 10; fused, each is one.
     norms = sum(1 if is_fused and is_fused_norm(block, norm) else 6 for norm in block.norms)
     rotation = 1 if is_fused else 10
-    attention, residual = 1, 2 if block.has_bypass else 1
+    attention, residual = 1, 1 + block.num_bypasses
     # Three products, the gate (one kernel or two) and the second residual.
     feed_forward = 4 + (1 if is_fused else 2) if block.intermediate else 0
     return norms + rotation + _products(block) + attention + residual + feed_forward
@@ -104,7 +104,7 @@ def _launches_backward(block: Block, is_fused: bool, trains: bool) -> int:
     attention = 3
     products = _products(block) + (3 if block.intermediate else 0)
     # Gradients of what several products read are added up, two of queries, keys and values.
-    sums = 3 + (2 if block.intermediate else 0) + (1 if block.has_bypass else 0)
+    sums = 3 + (2 if block.intermediate else 0) + block.num_bypasses
     gate = (1 if is_fused else 4) if block.intermediate else 0
     # A second product for each weight, and the sum with what is there.
     weights = 2 * products + len(block.norms) if trains else 0
@@ -121,7 +121,7 @@ def _moved_forward(block: Block, is_fused: bool, width: int) -> float:
         for norm in block.norms
     )
     rotation = (2 if is_fused else 10) * width * (block.attended + block.kv_width)
-    num_residuals = 2 if block.intermediate or block.has_bypass else 1
+    num_residuals = 1 + (1 if block.intermediate else block.num_bypasses)
     residuals = 3 * width * block.hidden * num_residuals
     return norms + rotation + residuals + (3 if is_fused else 5) * width * block.intermediate
 
@@ -135,10 +135,10 @@ def _moved_backward(block: Block, is_fused: bool, trains: bool, width: int) -> f
     rotation = (2 if is_fused else 15) * width * (block.attended + block.kv_width)
     # The gradients of inputs that several products share are added up.
     shared = 2 * 3 * width * block.hidden + (3 * width * block.hidden if block.intermediate else 0)
-    if block.has_bypass and block.memory is not None:
+    if block.memory is not None:
         # What the bypass reads, another product does too: the memory's, or queries, keys, values.
-        is_stream = block.memory.bypass == "stream"
-        shared += 3 * width * (block.hidden if is_stream else block.memory.attended)
+        shared += 3 * width * block.memory.attended * block.memory.bypasses_attention
+        shared += 3 * width * block.hidden * block.memory.bypasses_stream
     return norms + rotation + shared + (5 if is_fused else 9) * width * block.intermediate
 
 

@@ -3,7 +3,7 @@
 Paper, Section 4.1, Eq. 2. It stands before its anchor, a block of the base, and copies that
 block's attention and the norm before it; where the paper's duplicated block has an FFN it has a
 memory layer. The layer's values start at zero, so a fresh block returns its input. Beyond the
-paper, ``bypass`` adds ``W_b Attn'(LN(x))`` or ``W_b LN(x)``, with W_b zero at the start.
+paper, ``bypass`` adds ``W_b Attn'(LN(x))``, ``W_b LN(x)`` or both, with W_b zero at the start.
 """
 
 from typing import Any
@@ -70,9 +70,11 @@ class MemoryBlock(GradientCheckpointingLayer):
         self.memory_output_proj = (
             MemoryOutputProj(config.hidden_size) if memory.memory_output_proj else nn.Identity()
         )
-        self.bypass_reads_stream = memory.bypass == "stream"
-        bypass_width = config.hidden_size if self.bypass_reads_stream else width
-        self.bypass = None if memory.bypass == "none" else Bypass(bypass_width, config.hidden_size)
+        self.bypass_reads_attention = memory.bypass != "stream"
+        self.bypass_reads_stream = memory.bypass in ("stream", "both")
+        read_dims = (width,) if self.bypass_reads_attention else ()
+        read_dims += (config.hidden_size,) if self.bypass_reads_stream else ()
+        self.bypass = None if memory.bypass == "none" else Bypass(read_dims, config.hidden_size)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.gradient_checkpointing and self.training:
@@ -104,7 +106,9 @@ class MemoryBlock(GradientCheckpointingLayer):
         read = hidden_states + attended if self.attention_residual else attended
         correction: Tensor = self.memory_output_proj(self.memory(read))  # [B, T, D]
         if self.bypass is not None:
-            correction = correction + self.bypass(normed if self.bypass_reads_stream else attended)
+            found = (attended,) if self.bypass_reads_attention else ()
+            stream = (normed,) if self.bypass_reads_stream else ()
+            correction = correction + self.bypass(*found, *stream)
         return correction
 
     def _forward_gated(self, hidden_states: Tensor, gate: float, kwargs: dict[str, Any]) -> Tensor:
