@@ -11,6 +11,7 @@ from midus.ops.block_ops import (
     gated,
     linear_token,
     project_token,
+    rms_norm,
     rotate_heads,
 )
 from midus.ops.linear_topk.reference import linear_topk
@@ -35,6 +36,7 @@ __all__ = [
     "linear_topk",
     "product_key_topk",
     "project_token",
+    "rms_norm",
     "rotate_heads",
     "tucker_topk",
     "weighted_gather",

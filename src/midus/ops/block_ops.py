@@ -1,4 +1,4 @@
-"""What blocks compute beside their memory: rotation, gate and loss; one token through a block."""
+"""What blocks compute beside their memory: norm, rotation, gate, loss; one token of a block."""
 
 import torch
 from torch import Tensor
@@ -6,8 +6,12 @@ from torch import Tensor
 from midus.ops.cross_entropy import reference as _cross_entropy
 from midus.ops.dispatch import Backend, check_shape, is_real, takes_kernels
 from midus.ops.gated import reference as _gated
+from midus.ops.rms_norm import reference as _rms_norm
 from midus.ops.rotary import reference as _rotary
 from midus.ops.token_step import reference as _token_step
+
+# A row of the norm's kernels is in registers, and their arguments name each reader's gradient.
+_MAX_WIDTH, _MAX_READERS = 16_384, 4
 
 
 def rotate_heads(
@@ -184,6 +188,57 @@ def gated(gate: Tensor, up: Tensor, backend: Backend = "auto") -> Tensor:
         out: Tensor = kernels.Gated.apply(gate, up)  # type: ignore[no-untyped-call]  # torch
         return out
     return kernels.gated_forward(gate, up)
+
+
+def rms_norm(
+    hidden: Tensor,
+    weight: Tensor,
+    eps: float,
+    added: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    num_readers: int = 1,
+    backend: Backend = "auto",
+) -> tuple[Tensor, ...]:
+    """The residual stream, and its RMSNorm for each reader; keeps the stream and a number a row.
+
+    The stream is to be read on from the output, so that its gradient and the readers' are summed
+    in the same pass. Readers' tensors share memory.
+
+    Args:
+        hidden: ``[..., D]``.
+        weight: ``[D]``.
+        eps: Added to the mean of squares.
+        added: What is added to the stream before it is normed, in its shape, or None.
+        dtype: Of the norm; by default what stream and weight make together.
+        num_readers: How often the norm is returned.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        ``hidden + added``, and ``num_readers`` times its norm.
+    """
+    check_shape("weight", weight, tuple(hidden.shape[-1:]))
+    if added is not None:
+        check_shape("added", added, tuple(hidden.shape))
+    tensors = [hidden, weight] if added is None else [hidden, weight, added]
+    dtype = torch.promote_types(hidden.dtype, weight.dtype) if dtype is None else dtype
+    plain = (
+        not all(is_real(tensor) for tensor in tensors)
+        or hidden.shape[-1] > _MAX_WIDTH
+        or num_readers > _MAX_READERS
+        # The kernels write the sum in the stream's type.
+        or (added is not None and torch.promote_types(hidden.dtype, added.dtype) != hidden.dtype)
+    )
+    if plain or not takes_kernels(backend, *tensors):
+        return _rms_norm.rms_norm(hidden, weight, eps, added, dtype, num_readers)
+    from midus.ops.rms_norm import kernels
+
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        out: tuple[Tensor, ...] = kernels.RmsNorm.apply(  # type: ignore[no-untyped-call]  # torch
+            hidden, weight, added, eps, dtype, num_readers
+        )
+        return out
+    stream, normed, _ = kernels.rms_norm_forward(hidden, weight, eps, added, dtype)
+    return stream, *(normed,) * num_readers
 
 
 def cross_entropy_(
