@@ -248,31 +248,15 @@ def test_activations_count_the_norms_of_heads(name):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Lets blocks take the GPU's path on the CPU, with the kernels of rotation and gate.
-
-    The norm is PyTorch's own, whose CPU version is not fused: a function stands in for it.
-    """
+    """Lets blocks take the GPU's path on the CPU, with the kernels of norm, rotation and gate."""
     monkeypatch.setattr(midus.models.fused, "_DEVICES", frozenset({"cpu"}))
-    rotate_heads = functools.partial(ops.rotate_heads, backend="triton")
-    monkeypatch.setattr(midus.models.fused, "rotate_heads", rotate_heads)
-    gated = functools.partial(ops.gated, backend="triton")
-    monkeypatch.setattr(midus.models.fused_base, "gated", gated)
-    for module in (midus.models.block, midus.models.fused, midus.models.fused_base):
-        monkeypatch.setattr(module, "fused_norm", _norm)
-
-
-class _Norm(torch.autograd.Function):
-    """PyTorch's fused RMSNorm saves its input, its weight and a scale a token."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        scale = x.float().square().mean(-1, keepdim=True).add(eps).rsqrt()
-        ctx.save_for_backward(x, weight, scale)
-        return (x.float() * scale).to(x.dtype) * weight
-
-
-def _norm(norm, hidden_states):
-    return _Norm.apply(hidden_states, norm.weight, norm.variance_epsilon)
+    for module, name in (
+        (midus.models.fused, "rms_norm"),
+        (midus.models.fused, "rotate_heads"),
+        (midus.models.fused_base, "gated"),
+    ):
+        op = functools.partial(getattr(ops, name), backend="triton")
+        monkeypatch.setattr(module, name, op)
 
 
 @pytest.mark.usefixtures("kernels", "fused")

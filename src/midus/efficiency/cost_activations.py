@@ -48,12 +48,9 @@ class Fusing:
     memory: bool = True
     """Memory blocks, which do so by themselves on a GPU."""
 
-    def applies(self, block: Block, trains: bool, types: Types) -> bool:
+    def applies(self, block: Block) -> bool:
         """Whether a block takes the fused path."""
-        if not block.can_be_fused or not (self.memory if block.memory else self.base):
-            return False
-        # A norm's weight must have the stream's type, which autocast does not change.
-        return (types.trained if trains else types.frozen) == types.stream
+        return block.can_be_fused and (self.memory if block.memory else self.base)
 
 
 FUSED = Fusing()
@@ -106,7 +103,7 @@ def _ends_bytes(stack: Stack, batch: int, length: int, types: Types) -> int:
 def _block_bytes(stack: Stack, index: int, tokens: int, types: Types, fusing: Fusing) -> int:
     block, trains = stack.block(index), stack.trains(index)
     needs_input = stack.trains_all or index > stack.lowest
-    is_fused = fusing.applies(block, trains, types)
+    is_fused = fusing.applies(block)
     a_token = _token_bytes(block, trains, needs_input, is_fused, types)
     fixed = block.linear * 2 if types.casts and trains else 0
     if block.memory:
@@ -131,16 +128,18 @@ def _token_bytes(
             saved += (4 if norm.is_wide else types.stream) * norm.covered
     saved += width * (2 * block.attended + 2 * block.kv_width)  # queries, keys, values, output
     saved += 4 * block.num_heads  # the softmax's sums
+    # Plain norms are in the stream's type or wider, and autocast makes a copy for each reader.
+    has_copies = types.casts and not is_fused
     if trains:
-        # One normed input for three projections, or four; autocast makes a copy for each.
+        # One normed input for three projections, or four.
         reads = 4 if block.memory and block.memory.bypasses_stream else 3
-        saved += width * block.hidden * (reads if types.casts else 1)
+        saved += width * block.hidden * (reads if has_copies else 1)
     if block.memory:
         return saved + _memory_token_bytes(block.memory, types)
     # Gate and up; the plain path also keeps the gate's activation.
     saved += width * (2 if is_fused else 3) * block.intermediate
     if trains:
-        saved += width * (block.hidden * (2 if types.casts else 1) + block.intermediate)
+        saved += width * (block.hidden * (2 if has_copies else 1) + block.intermediate)
     return saved
 
 

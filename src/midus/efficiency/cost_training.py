@@ -178,7 +178,7 @@ def micro_batch_work(stack: Stack, run: Run) -> Work:
     work = Work()
     for index in range(stack.depth):
         block, trains = stack.block(index), stack.trains(index)
-        is_fused = run.fusing.applies(block, trains, types)
+        is_fused = run.fusing.applies(block)
         forward = forward_work(block, tokens, length, is_fused, width)
         work += forward
         if index >= stack.lowest:

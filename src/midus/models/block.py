@@ -23,6 +23,7 @@ from midus.models.fused import (
     fused_norm,
     is_llama_like,
     is_one_token,
+    projections,
     suits,
 )
 from midus.models.switch import Gates, hold_slots, mark_cache
@@ -91,14 +92,22 @@ class MemoryBlock(GradientCheckpointingLayer):
                 decoded = decode_step(self, hidden_states, kwargs)
                 if decoded is not None:
                     return decoded
-            normed = None
-            if self.bypass_reads_stream:
-                normed = fused_norm(self.input_layernorm, hidden_states)
-            attended = attend_heads(self, hidden_states, kwargs, normed)
+            hidden_states, normed, attended = self._attend_fused(hidden_states, kwargs)
         else:
             normed = self.input_layernorm(hidden_states)
             attended, _ = self.self_attn(hidden_states=normed, **kwargs)
         return hidden_states + self._correct(hidden_states, normed, attended)
+
+    def _attend_fused(
+        self, hidden_states: Tensor, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The stream, its norm where the bypass reads it, and ``Attn'(LN(x))``."""
+        readers: tuple[Any, ...] = projections(self.self_attn)
+        if self.bypass_reads_stream:
+            readers = (*readers, self.bypass)
+        stream, query, key, value, *rest = fused_norm(self.input_layernorm, readers, hidden_states)
+        attended = attend_heads(self, (query, key, value), kwargs)
+        return stream, rest[0] if rest else None, attended
 
     def _correct(self, hidden_states: Tensor, normed: Tensor | None, attended: Tensor) -> Tensor:
         if self.head_outputs is not None:

@@ -11,22 +11,24 @@ PyTorch's own dictionaries, since a module's attributes would take longer to fin
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
+from midus.memory.bypass import Bypass
 from midus.memory.hive import HiveValues
 from midus.memory.hml import HeadwiseMemory
 from midus.memory.keys import ProductKeys
 from midus.models.families import FAMILIES, find_family
-from midus.ops import attend_and_read, project_token, rotate_heads
+from midus.ops import attend_and_read, project_token, rms_norm, rotate_heads
 
 _DEVICES = frozenset({"cuda"})
+_CAST_TYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 # Arguments of a block that its attention function does not get by that name.
 _NAMED = frozenset({"attention_mask", "past_key_values", "position_embeddings", "use_cache"})
 
@@ -50,10 +52,18 @@ def suits(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> bool:
         and type(norm) in norm_classes
         and positions[0].shape[-1] == attention.head_dim
         and (weight := norm._parameters.get("weight")) is not None
-        and weight.dtype == hidden_states.dtype == positions[0].dtype
+        and _fit_types(hidden_states, weight, positions[0])
         and attention.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
         and not is_watched(attention, norm)
     )
+
+
+def _fit_types(hidden_states: Tensor, weight: Tensor, angles: Tensor) -> bool:
+    """Whether all types are the stream's, or autocast sees to what the products read."""
+    types = {hidden_states.dtype, weight.dtype, angles.dtype}
+    if len(types) == 1:
+        return True
+    return torch.is_autocast_enabled(hidden_states.device.type) and types <= _CAST_TYPES
 
 
 @functools.cache
@@ -75,16 +85,13 @@ def is_one_token(hidden_states: Tensor) -> bool:
     )
 
 
-def attend_heads(
-    block: Any, hidden_states: Tensor, kwargs: dict[str, Any], normed: Tensor | None = None
-) -> Tensor:
+def attend_heads(block: Any, normed: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
     """``Attn'(LN(x))``, or with the output projection where the block has one.
 
-    To be called where ``suits``; ``normed`` is LN(x) where the block needs it for more.
+    To be called where ``suits``; ``normed`` is LN(x) for each of ``projections``.
     """
     attention = block.self_attn
-    cos, sin = kwargs["position_embeddings"]
-    query, key, value = _project(block, hidden_states, cos, sin, normed)
+    query, key, value = _project(attention, normed, kwargs)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     cache = kwargs.get("past_key_values")
     if cache is not None:
@@ -127,7 +134,8 @@ def decode_step(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> Te
             key, value = layer.update(key, value)
             length = key.shape[2]
     else:
-        query, key, value = _project(block, hidden_states, *kwargs["position_embeddings"])
+        _, *normed = fused_norm(block.input_layernorm, projections(block.self_attn), hidden_states)
+        query, key, value = _project(block.self_attn, normed, kwargs)
         query = query[:, 0]  # [B, H, E]
         key, value = layer.update(key.transpose(1, 2), value.transpose(1, 2))
         length = layer.cumulative_length - 1 if is_static else key.shape[2]
@@ -176,21 +184,45 @@ def seen_slots(mask: Tensor | None, hidden_states: Tensor) -> Tensor | None:
 
 
 def _project(
-    block: Any, hidden_states: Tensor, cos: Tensor, sin: Tensor, normed: Tensor | None = None
+    attention: Any, normed: Sequence[Tensor], kwargs: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     """Queries, keys and values, the first two rotated: ``[B, T, heads, E]`` each."""
-    attention, norm = block.self_attn, block.input_layernorm
-    normed = fused_norm(norm, hidden_states) if normed is None else normed
-    shape = (*hidden_states.shape[:2], -1, attention.head_dim)
-    query, key = rotate_heads(
-        attention.q_proj(normed).view(shape), attention.k_proj(normed).view(shape), cos, sin
+    shape = (*normed[0].shape[:2], -1, attention.head_dim)
+    query, key, value = (
+        linear(read).view(shape)
+        for linear, read in zip(projections(attention), normed, strict=True)
     )
-    return query, key, attention.v_proj(normed).view(shape)
+    return *rotate_heads(query, key, *kwargs["position_embeddings"]), value
 
 
-def fused_norm(norm: Any, hidden_states: Tensor) -> Tensor:
-    """An RMSNorm of Llama's kind as one kernel each way."""
-    return F.rms_norm(hidden_states, hidden_states.shape[-1:], norm.weight, norm.variance_epsilon)
+def fused_norm(
+    norm: Any, readers: Sequence[nn.Module], hidden_states: Tensor, added: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """The stream and its RMSNorm for each reader, as one kernel each way.
+
+    Args:
+        norm: Of Llama's kind.
+        readers: The modules that read it.
+        hidden_states: The stream.
+        added: What is added to the stream before it is normed.
+    """
+    return rms_norm(
+        hidden_states,
+        norm.weight,
+        norm.variance_epsilon,
+        added,
+        _read_type(readers, hidden_states),
+        len(readers),
+    )
+
+
+def _read_type(readers: Sequence[nn.Module], hidden_states: Tensor) -> torch.dtype | None:
+    """What all readers would cast a norm to, or None where some may want it as it is."""
+    device = hidden_states.device.type
+    is_cast = torch.is_autocast_enabled(device) and all(
+        type(reader) in (nn.Linear, Bypass) and not is_watched(reader) for reader in readers
+    )
+    return torch.get_autocast_dtype(device) if is_cast else None
 
 
 def project_one(
@@ -199,7 +231,7 @@ def project_one(
     """``_project`` for one token of one sequence, into a static cache's layer if there is one."""
     parts = block._modules
     attention, norm = parts["self_attn"], parts["input_layernorm"]
-    q, k, v = (linear._parameters for linear in _projections(attention))
+    q, k, v = (linear._parameters for linear in projections(attention))
     cos, sin = kwargs["position_embeddings"]
     if layer is None:
         width = attention.head_dim
@@ -251,7 +283,7 @@ def _reads_plainly(block: Any) -> bool:
 def can_stream(block: Any, hidden_states: Tensor) -> bool:
     """Whether the projections are plain matrices that one kernel can read."""
     parts = block._modules
-    linears = _projections(parts["self_attn"])
+    linears = projections(parts["self_attn"])
     return (
         _is_flat(parts["input_layernorm"]._parameters.get("weight"))
         and all(is_plain_linear(linear, hidden_states) for linear in linears)
@@ -259,8 +291,8 @@ def can_stream(block: Any, hidden_states: Tensor) -> bool:
     )
 
 
-def _projections(attention: Any) -> tuple[Any, Any, Any]:
-    """Those of queries, keys and values."""
+def projections(attention: Any) -> tuple[Any, Any, Any]:
+    """Linear maps to queries, keys and values, which read a block's first norm."""
     parts = attention._modules
     return parts["q_proj"], parts["k_proj"], parts["v_proj"]
 

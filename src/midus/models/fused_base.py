@@ -27,6 +27,7 @@ from midus.models.fused import (
     is_plain_mask,
     is_watched,
     project_one,
+    projections,
     seen_slots,
     suits,
 )
@@ -86,9 +87,12 @@ def _forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
         decoded = _decode_step(self, hidden_states, kwargs)
         if decoded is not None:
             return decoded
-    hidden_states = hidden_states + attend_heads(self, hidden_states, kwargs)
-    normed = fused_norm(after, hidden_states)
-    return hidden_states + mlp.down_proj(gated(mlp.gate_proj(normed), mlp.up_proj(normed)))
+    readers = projections(self.self_attn)
+    hidden_states, *normed = fused_norm(self.input_layernorm, readers, hidden_states)
+    attended = attend_heads(self, normed, kwargs)
+    both = (mlp.gate_proj, mlp.up_proj)
+    hidden_states, for_gate, for_up = fused_norm(after, both, hidden_states, attended)
+    return hidden_states + mlp.down_proj(gated(mlp.gate_proj(for_gate), mlp.up_proj(for_up)))
 
 
 def _decode_step(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
