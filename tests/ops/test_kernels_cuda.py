@@ -6,7 +6,7 @@ from layers import ERROR, Shape, error, random_layer, with_slots
 
 from midus import MemoryConfig
 from midus.memory import HeadwiseMemory
-from midus.ops import headwise_memory, headwise_memory_cached
+from midus.ops import headwise_memory, headwise_memory_cached, rms_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +56,29 @@ def test_training_step_in_a_cuda_graph():
         grads = step()
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_norm_of_a_stream_in_a_cuda_graph(trains):
+    torch.manual_seed(0)
+    hidden = torch.randn(4096, 576, device="cuda").requires_grad_()
+    added = torch.randn_like(hidden).bfloat16().requires_grad_()
+    weight = torch.randn(576, device="cuda").requires_grad_(trains)
+    leaves = [hidden, added, *([weight] if trains else [])]
+
+    def step(backend="triton"):
+        out = rms_norm(hidden, weight, 1e-5, added, torch.bfloat16, 3, backend=backend)
+        return torch.autograd.grad(sum(t.float().square().mean() for t in out), leaves)
+
+    expected, plain = step(), step("reference")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = step()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    for leaf, ours, theirs in zip(leaves, grads, plain, strict=True):
+        assert error(ours, theirs) < ERROR[leaf.dtype] + ERROR[torch.bfloat16]
 
 
 def test_inductor_gives_the_eager_gradients():

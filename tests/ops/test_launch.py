@@ -97,11 +97,14 @@ def test_constants_that_are_kept_are_told_apart_by_which_they_are(kernel):
 def test_kernels_of_the_same_sizes_are_looked_up_not_made():
     # Else every call would compile, and what is remembered would grow.
     from midus.ops.headwise_memory import backward_kernels, forward_kernels
+    from midus.ops.rms_norm import kernels as rms_norm
     from midus.ops.rotary import kernels as rotary
     from midus.ops.token_step import attention_kernels, product_kernels
 
     device = torch.device("cpu")
     for make, sizes in (
+        (rms_norm._forward_constants, (8, True)),
+        (rms_norm._backward_constants, (8, 3, True, True, False, True)),
         (rotary._constants, (4, 2, 8, False)),
         (forward_kernels._forward_constants, (4, 8, 4, 8, 8, 2, False, True, 16)),
         (forward_kernels._cached_constants, (4, 8, 4, 8, 2, False, 16)),

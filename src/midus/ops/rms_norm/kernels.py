@@ -152,8 +152,8 @@ def rms_norm_backward(
     # One tensor serves both where their types are the same; places nobody writes hold the scales.
     is_shared = to_hidden and added == stream.dtype
     grad_hidden = empty(stream.dtype, *stream.shape) if to_hidden else scales
-    writes_added = added is not None and not is_shared
-    grad_added = empty(added, *stream.shape) if added is not None and not is_shared else scales
+    own = None if is_shared else added
+    grad_added = scales if own is None else empty(own, *stream.shape)
     partials = empty(torch.float32, num_programs, width) if to_weight else scales
     if stream.numel():
         grads = [grad.contiguous() for grad in grads]
@@ -175,7 +175,7 @@ def rms_norm_backward(
                 rows.stride(0),
             ),
             _backward_constants(
-                width, len(grads), grad_stream is not None, to_hidden, writes_added, to_weight
+                width, len(grads), grad_stream is not None, to_hidden, own is not None, to_weight
             ),
         )
     to_added = None if added is None else grad_hidden if is_shared else grad_added
