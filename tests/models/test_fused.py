@@ -13,6 +13,7 @@ from tiny import (
     tiny_base,
 )
 from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from midus import MemoryConfig, UpscaleConfig, upscale
 from midus.models import block as block_module
@@ -240,6 +241,81 @@ def test_caches_that_do_more_than_hold_are_updated_by_themselves(calls):
     offloaded.offloading = True
     block = model.model.layers[model.config.memory_positions[0]]
     assert fused.cache_layer(block, {"past_key_values": offloaded}) is None
+
+
+def test_a_cache_grows_as_by_its_own_update(calls, monkeypatch):
+    # The fused step sets what `DynamicLayer.update` sets; were there more to it, this would tell.
+    model = tiny().eval()
+    model.build_value_cache()
+
+    def run():
+        cache = DynamicCache(config=model.config)
+        decode(model, prompt_ids(1), None, cache)
+        return cache
+
+    found, expected = run(), plain(monkeypatch, run)
+    assert calls["decode"] == 4 * len(model.config.memory_positions)
+    assert found.get_seq_length() == expected.get_seq_length() == 12 + 4
+    for own, other in zip(*(map(vars, cache.layers) for cache in (found, expected)), strict=True):
+        assert own.keys() == other.keys()
+        for name, value in own.items():
+            if not isinstance(value, torch.Tensor):
+                assert value == other[name], name
+                continue
+            assert value.shape == other[name].shape
+            assert value.stride() == other[name].stride()
+            assert relative_error(value, other[name]) < TOLERANCE[torch.float32]
+
+
+def test_tensors_of_a_cache_that_somebody_kept_are_not_written_to(calls):
+    model = tiny().eval()
+    model.build_value_cache()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt_ids(1), past_key_values=cache)
+        kept = [layer.keys for layer in cache.layers] + [layer.values for layer in cache.layers]
+        copies = [tensor.clone() for tensor in kept]
+        for token in (5, 7):
+            model(torch.tensor([[token]]), past_key_values=cache)
+    assert calls["decode"] == 2 * 2
+    assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
+
+
+def test_a_cache_that_lies_otherwise_is_updated_by_itself(calls, monkeypatch):
+    model = tiny().eval()
+    model.build_value_cache()
+    updated, real = [], DynamicLayer.update
+
+    def update(self, *args, **kwargs):
+        updated.append(self)
+        return real(self, *args, **kwargs)
+
+    def run():
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(prompt_ids(1), past_key_values=cache)
+            first, second = (cache.layers[i] for i in model.config.memory_positions)
+            first.keys = first.keys.transpose(1, 2).contiguous().transpose(1, 2)
+            updated.clear()
+            logits = model(torch.tensor([[5]]), past_key_values=cache).logits
+        return logits, first in updated, second in updated
+
+    monkeypatch.setattr(DynamicLayer, "update", update)
+    found, *updates = run()
+    assert updates == [True, False]
+    assert calls["decode"] == 2
+    expected, *_ = plain(monkeypatch, run)
+    assert relative_error(found, expected) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_a_cache_of_another_type_is_not_read_by_the_kernel(name):
+    block, tokens = tiny().model.layers[1], torch.zeros(1, 1, 32)
+    layer = DynamicLayer()
+    layer.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8))
+    assert fused.can_stream(block, tokens, layer)
+    setattr(layer, name, getattr(layer, name).double())
+    assert not fused.can_stream(block, tokens, layer)
 
 
 def test_embeddings_that_are_a_slice_are_read_rightly(calls, monkeypatch):

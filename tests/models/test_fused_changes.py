@@ -9,6 +9,7 @@ from tiny import TOLERANCE, grown, prompt_ids, relative_error
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from midus.models import fused
 
@@ -220,10 +221,12 @@ def test_keys_that_lie_otherwise_are_read_by_the_plain_path(model, steps, monkey
 def test_weights_of_another_type_are_not_read_by_the_kernel(dtype, model, steps):
     decode(model)
     block, tokens = first_block(model), torch.zeros(1, 1, 32)
-    assert fused.can_stream(block, tokens)
+    layer = DynamicLayer()
+    layer.update(tokens, tokens)
+    assert fused.can_stream(block, tokens, layer)
     weight = block.self_attn.k_proj.weight
     weight.data = weight.data.to(dtype)
-    assert not fused.can_stream(block, tokens)
+    assert not fused.can_stream(block, tokens, layer)
 
 
 @pytest.mark.parametrize("name", ["latent_values", "value_proj"])

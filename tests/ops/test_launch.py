@@ -1,7 +1,13 @@
 """Which compiled kernel a call takes: never one that was made for other arguments."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import triton
+import triton_on_cpu  # noqa: F401  # before Triton
+from triton import knobs
+from triton.compiler import CompiledKernel
 
 from midus.ops import launch as module
 from midus.ops.launch import Constants, launch
@@ -92,6 +98,116 @@ def test_constants_that_are_kept_are_told_apart_by_which_they_are(kernel):
     assert len(kernel.compiled) == 2
     assert kernel.compiled[0][1][1][1:] == (5, 4, False)
     assert kernel.compiled[1][1][1][1:] == (5, 8, True)
+
+
+class Recorder:
+    """Stands for Triton's launcher of NVIDIA GPUs, and keeps what it is called with."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, *args):
+        self.calls.append(args)
+
+
+Recorder.__module__ = "triton.backends.nvidia.driver"
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Triton's own class of compiled kernels, with stand-ins for GPU, stream and launcher."""
+    compiled = CompiledKernel.__new__(CompiledKernel)
+    vars(compiled).update(
+        module=None, function=77, packed_metadata=(4, 1, 0), _run=Recorder(), name="kernel",
+        src=None, metadata=None,
+    )  # fmt: skip
+    monkeypatch.setattr(compiled, "_init_handles", lambda: None)
+    driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda index: 9)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 9, raising=False)
+    monkeypatch.setattr(module, "_is_on_gpu", lambda tensor: tensor.dtype != torch.int8)
+    monkeypatch.setattr(module, "_COMPILED", {})
+
+    class Compiles:
+        arg_names = ("x", "y", "size", "WIDTH")
+
+        def __getitem__(self, grid):
+            return lambda *args, **constants: compiled
+
+    kernel = Compiles()
+
+    def run(x, y, size=5):
+        launch(kernel, (2, 3), (x, y, size), {"WIDTH": 4})
+        return compiled.run.calls
+
+    run(torch.zeros(8), torch.zeros(8))  # compiles
+    return run
+
+
+def test_a_launcher_gets_addresses_with_all_that_triton_hands_it(on_gpu):
+    x, y = torch.zeros(8), torch.zeros(8)
+    with knobs.runtime.scope():
+        knobs.runtime.launch_enter_hook = lambda metadata: None
+        *_, by_triton = on_gpu(x, y)
+    *_, by_address = on_gpu(x, y)
+    assert by_triton[9:] == (x, y, 5, 4)
+    assert by_address[9:] == (x.data_ptr(), y.data_ptr(), 5, 4)
+    assert by_address[:6] == by_triton[:6] == (2, 3, 1, 9, 77, (4, 1, 0))
+    assert by_address[6:9] == (None, None, None)  # metadata for hooks, and no hooks
+
+
+def test_a_tensor_that_moved_is_read_where_it_is(on_gpu):
+    x, y = torch.nn.Parameter(torch.zeros(8)), torch.zeros(8)
+    first = on_gpu(x, y)[-1][9]
+    x.data = torch.ones(8)
+    second = on_gpu(x, y)[-1][9]
+    assert first != second
+    assert second == x.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_whoever_listens_to_launches_hears_of_them(name, on_gpu):
+    x, y = torch.zeros(8), torch.zeros(8)
+
+    def listen(metadata):
+        pass
+
+    chain = getattr(knobs.runtime, name)
+    chain.add(listen)
+    try:
+        call = on_gpu(x, y)[-1]
+        assert call[9] is x
+        assert call[7:9] == (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    finally:
+        chain.remove(listen)
+    assert on_gpu(x, y)[-1][9] == x.data_ptr()
+
+
+def test_a_tensor_that_is_on_no_gpu_is_left_to_triton(on_gpu):
+    x, wrong = torch.zeros(8), torch.zeros(16, dtype=torch.int8)
+    on_gpu(x, wrong)  # compiles
+    for tensors in ((x, wrong), (wrong, x)):
+        on_gpu(*tensors)
+        call = on_gpu(*tensors)[-1]
+        assert call[9] is tensors[0]
+        assert call[10] is tensors[1]  # Triton refuses the wrong one
+
+
+def test_launchers_that_are_not_known_are_called_by_triton():
+    compiled = CompiledKernel.__new__(CompiledKernel)
+    vars(compiled).update(module=None, function=77, packed_metadata=(), _run=Recorder())
+    assert module._direct(compiled) == (knobs, compiled.run, 77, ())
+    compiled._run = lambda *args: None  # of another backend
+    assert module._direct(compiled) is None
+
+    class Other(CompiledKernel):
+        def __getitem__(self, grid):
+            return lambda *args: self.run(*grid, *args)
+
+    other = Other.__new__(Other)
+    vars(other).update(module=None, function=77, packed_metadata=(), _run=Recorder())
+    assert module._direct(other) is None
+    assert module._direct(Launched([])) is None
 
 
 def test_kernels_of_the_same_sizes_are_looked_up_not_made():

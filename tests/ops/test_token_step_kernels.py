@@ -5,6 +5,7 @@ import torch
 import triton_on_cpu  # noqa: F401  # before Triton
 from triton_on_cpu import DEVICE
 
+from midus.errors import MidusError
 from midus.ops import (
     attend_and_read,
     attend_token,
@@ -72,8 +73,9 @@ def test_the_gradient_of_the_rotation_is_the_references():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("slot", [None, 3])
-def test_projection_fills_one_slot_and_gives_the_queries(dtype, has_bias, slot):
+@pytest.mark.parametrize("is_tensor", [False, True])
+@pytest.mark.parametrize("slot", [0, 3])
+def test_projection_fills_one_slot_and_gives_the_queries(dtype, has_bias, slot, is_tensor):
     torch.manual_seed(2)
     hidden_size, width, heads, kv_heads = 20, 12, 3, 2
     hidden, norm = draw(hidden_size, dtype=dtype), draw(hidden_size, dtype=dtype)
@@ -81,8 +83,8 @@ def test_projection_fills_one_slot_and_gives_the_queries(dtype, has_bias, slot):
     weights = tuple(draw(size, hidden_size, dtype=dtype, scale=0.2) for size in sizes)
     biases = tuple(draw(size, dtype=dtype) if has_bias else None for size in sizes)
     cos, sin = draw(width, dtype=dtype), draw(width, dtype=dtype)
-    length = 1 if slot is None else 7
-    position = None if slot is None else torch.tensor(slot, device=DEVICE)
+    length = 2 * slot + 1
+    position = torch.tensor(slot, device=DEVICE) if is_tensor else slot
     results = []
     for backend in ("triton", "reference"):
         empty = torch.full((1, kv_heads, length, width), 7.0, dtype=dtype, device=DEVICE)
@@ -93,7 +95,7 @@ def test_projection_fills_one_slot_and_gives_the_queries(dtype, has_bias, slot):
         results.append((queries, *cache))
     for a, b in zip(*results, strict=True):
         close(a, b, dtype)
-    others = [i for i in range(length) if i != (slot or 0)]
+    others = [i for i in range(length) if i != slot]
     for cache in results[0][1:]:
         assert (cache[:, :, others] == 7).all()
 
@@ -146,15 +148,68 @@ def test_attention_and_memory_add_the_references_correction(dtype, search):
         length = torch.tensor(60, device=DEVICE)
         results.append(
             attend_and_read(
-                q, k, v, length, None, 0.3, hidden, rows, cols, table, 3, backend, search
+                q, k, v, length, None, 0.3, hidden, rows, cols, table, 3, None, backend, search
             )
         )
         assert length == 61
     close(results[0] - hidden, results[1] - hidden, dtype)
     by_number = attend_and_read(
-        q, k, v, 61, None, 0.3, hidden, rows, cols, table, 3, "triton", search
+        q, k, v, 61, None, 0.3, hidden, rows, cols, table, 3, None, "triton", search
     )
     assert torch.equal(by_number, results[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("slots", [2, 33, 150])
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_a_past_is_copied_as_it_is_read(dtype, slots, backend):
+    torch.manual_seed(9)
+    batch, heads, kv_heads, width, n = 2, 6, 2, 12, 4
+    q = draw(batch, heads, width, dtype=dtype)
+    whole = [draw(batch, kv_heads, slots, width, dtype=dtype) for _ in range(2)]
+    past = tuple(t[:, :, :-1].contiguous() for t in whole)
+    hidden = draw(batch, heads * 8, dtype=dtype)
+    rows, cols = (draw(heads, n, width // 2, dtype=dtype) for _ in range(2))
+    table = draw(heads, n * n, 8, dtype=dtype)
+    mask = torch.ones(batch, slots, dtype=torch.bool, device=DEVICE)
+    mask[1, : slots // 2] = False  # slots that do not count are copied all the same
+    memory = (hidden, rows, cols, table, 2)
+    for seen in (None, mask):
+        grown = [torch.full_like(t, torch.nan) for t in whole]
+        for cached, t in zip(grown, whole, strict=True):
+            cached[:, :, -1] = t[:, :, -1]
+        found = attend_and_read(q, *grown, slots, seen, 0.3, *memory, past, backend=backend)
+        assert all(torch.equal(a, b) for a, b in zip(grown, whole, strict=True))
+        expected = attend_and_read(q, *whole, slots, seen, 0.3, *memory, backend=backend)
+        close(found, expected, dtype)
+
+
+def test_a_token_keeps_its_shape_and_more_tokens_are_refused():
+    q, k, v = draw(2, 2, 8), draw(2, 1, 6, 8), draw(2, 1, 6, 8)
+    memory = (draw(2, 4, 4), draw(2, 4, 4), draw(2, 16, 4), 2)
+    hidden = draw(2, 8)
+    for backend in ("triton", "reference"):
+        flat = attend_and_read(q, k, v, 6, None, 1.0, hidden, *memory, backend=backend)
+        with_token = attend_and_read(
+            q, k, v, 6, None, 1.0, hidden[:, None], *memory, backend=backend
+        )
+        assert torch.equal(with_token, flat[:, None])
+        with pytest.raises(MidusError, match="one token a sequence"):
+            attend_and_read(q, k, v, 6, None, 1.0, draw(2, 3, 8), *memory, backend=backend)
+
+
+def test_a_past_that_kernels_would_misread_is_refused():
+    q, k, v = draw(1, 2, 8), draw(1, 1, 6, 8), draw(1, 1, 6, 8)
+    memory = (draw(1, 8), draw(2, 4, 4), draw(2, 4, 4), draw(2, 16, 4), 2)
+    good = draw(1, 1, 5, 8)
+    attend_and_read(q, k, v, 6, None, 1.0, *memory, (good, good), backend="triton")
+    for bad in (draw(1, 1, 6, 8), draw(1, 1, 5, 9), good.half(), draw(1, 1, 8, 5).transpose(2, 3)):
+        for past in ((good, bad), (bad, good)):
+            with pytest.raises(MidusError, match="past"):
+                attend_and_read(q, k, v, 6, None, 1.0, *memory, past, backend="triton")
+    for length in (5, torch.tensor(5, device=DEVICE)):
+        with pytest.raises(MidusError, match="length"):
+            attend_and_read(q, k, v, length, None, 1.0, *memory, (good, good), backend="triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,7 +3,8 @@
 The plain path of a memory block, norm and attention module of the family one after the other, is
 what `block.py` says; here the same is computed for the families whose attention is Llama's own:
 with a fused norm and rotary embedding for any number of tokens, and in three kernels for a single
-one, which is what decoding is made of. Where something does not fit, the plain path runs.
+one, which is what decoding is made of; the second of these copies a cache that grows, as
+`torch.cat` would. Where something does not fit, the plain path runs.
 `fused_base.py` does the same for blocks of the base.
 
 Parts and weights are looked up anew for each token, since they may change between two; in
@@ -52,18 +53,25 @@ def suits(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> bool:
         and type(norm) in norm_classes
         and positions[0].shape[-1] == attention.head_dim
         and (weight := norm._parameters.get("weight")) is not None
-        and _fit_types(hidden_states, weight, positions[0])
-        and attention.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
+        and (
+            weight.dtype == hidden_states.dtype == positions[0].dtype
+            or _are_cast(hidden_states, weight, positions[0])
+        )
+        and _attention_name(attention.config) in ALL_ATTENTION_FUNCTIONS
         and not is_watched(attention, norm)
     )
 
 
-def _fit_types(hidden_states: Tensor, weight: Tensor, angles: Tensor) -> bool:
-    """Whether all types are the stream's, or autocast sees to what the products read."""
+def _are_cast(hidden_states: Tensor, weight: Tensor, angles: Tensor) -> bool:
+    """Whether autocast sees to what the products read, whatever the types are."""
     types = {hidden_states.dtype, weight.dtype, angles.dtype}
-    if len(types) == 1:
-        return True
     return torch.is_autocast_enabled(hidden_states.device.type) and types <= _CAST_TYPES
+
+
+def _attention_name(config: Any) -> Any:
+    # Where the config keeps it: its own look-up takes longer than the rest of `suits`.
+    name = object.__getattribute__(config, "__dict__").get("_attn_implementation_internal")
+    return config._attn_implementation if name is None else name
 
 
 @functools.cache
@@ -126,33 +134,39 @@ def decode_step(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> Te
         return None
     is_static = type(layer) is StaticLayer
     length: int | Tensor
-    if hidden_states.shape[0] == 1 and can_stream(block, hidden_states):
-        query, key, value = project_one(block, hidden_states, layer if is_static else None, kwargs)
+    past = None
+    if hidden_states.shape[0] == 1 and can_stream(block, hidden_states, layer):
         if is_static:
-            length = layer.cumulative_length
+            key, value, length = layer.keys, layer.values, layer.cumulative_length
+            query = project_one(block, hidden_states, key, value, length, kwargs)
         else:
-            key, value = layer.update(key, value)
-            length = key.shape[2]
+            # What ``layer.update`` does, with the copying left to the kernel that reads it all.
+            past = layer.keys, layer.values
+            slot = past[0].shape[2]
+            key = _empty_keys(block, hidden_states, slot + 1)
+            value = torch.empty_like(key)
+            query = project_one(block, hidden_states, key, value, slot, kwargs)
+            layer.keys, layer.values, length = key, value, slot + 1
     else:
         _, *normed = fused_norm(block.input_layernorm, projections(block.self_attn), hidden_states)
         query, key, value = _project(block.self_attn, normed, kwargs)
         query = query[:, 0]  # [B, H, E]
         key, value = layer.update(key.transpose(1, 2), value.transpose(1, 2))
         length = layer.cumulative_length - 1 if is_static else key.shape[2]
-    out = attend_and_read(
+    return attend_and_read(
         query,
         key,
         value,
         length,
         seen_slots(mask, hidden_states),
         block._modules["self_attn"].scaling,
-        hidden_states.squeeze(1),
+        hidden_states,
         keys._parameters["row_keys"],
         keys._parameters["col_keys"],
         table,
         keys.top_k,
+        past,
     )
-    return out.unsqueeze(1)
 
 
 def cache_layer(block: Any, kwargs: dict[str, Any]) -> Any:
@@ -225,21 +239,27 @@ def _read_type(readers: Sequence[nn.Module], hidden_states: Tensor) -> torch.dty
     return torch.get_autocast_dtype(device) if is_cast else None
 
 
+def _empty_keys(block: Any, hidden_states: Tensor, num_slots: int) -> Tensor:
+    attention = block._modules["self_attn"]
+    width = attention.head_dim
+    num_heads = projections(attention)[1]._parameters["weight"].shape[0] // width
+    return hidden_states.new_empty(1, num_heads, num_slots, width)
+
+
 def project_one(
-    block: Any, hidden_states: Tensor, layer: Any, kwargs: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``_project`` for one token of one sequence, into a static cache's layer if there is one."""
+    block: Any,
+    hidden_states: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slot: int | Tensor,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Queries of one token of one sequence; its key and value go to a slot of these caches."""
     parts = block._modules
-    attention, norm = parts["self_attn"], parts["input_layernorm"]
-    q, k, v = (linear._parameters for linear in projections(attention))
+    norm, (q, k, v) = parts["input_layernorm"], projections(parts["self_attn"])
+    q, k, v = q._parameters, k._parameters, v._parameters
     cos, sin = kwargs["position_embeddings"]
-    if layer is None:
-        width = attention.head_dim
-        key = hidden_states.new_empty(1, k["weight"].shape[0] // width, 1, width)
-        value = torch.empty_like(key)
-    else:
-        key, value = layer.keys, layer.values
-    query = project_token(
+    return project_token(
         hidden_states,
         norm._parameters["weight"],
         norm.variance_epsilon,
@@ -249,9 +269,8 @@ def project_one(
         sin,
         key,
         value,
-        None if layer is None else layer.cumulative_length,
+        slot,
     )
-    return query, key, value
 
 
 def _reads_plainly(block: Any) -> bool:
@@ -276,18 +295,25 @@ def _reads_plainly(block: Any) -> bool:
         and type(values) is HiveValues
         and {*map(type, silent)} == {nn.Identity}
         and not is_watched(memory, keys, values, *silent)
-        and all(_is_flat(keys._parameters.get(name)) for name in ("row_keys", "col_keys"))
+        and _is_flat(keys._parameters.get("row_keys"))
+        and _is_flat(keys._parameters.get("col_keys"))
     )
 
 
-def can_stream(block: Any, hidden_states: Tensor) -> bool:
-    """Whether the projections are plain matrices that one kernel can read."""
+def can_stream(block: Any, hidden_states: Tensor, layer: Any) -> bool:
+    """Whether projections and cache are plain matrices that one kernel can read."""
     parts = block._modules
-    linears = projections(parts["self_attn"])
-    return (
-        _is_flat(parts["input_layernorm"]._parameters.get("weight"))
-        and all(is_plain_linear(linear, hidden_states) for linear in linears)
-        and len({linear._parameters["bias"] is None for linear in linears}) == 1
+    q, k, v = projections(parts["self_attn"])
+    if not (type(q) is type(k) is type(v) is nn.Linear) or is_watched(q, k, v):
+        return False
+    q, k, v = q._parameters, k._parameters, v._parameters
+    if "bias" not in q or "bias" not in k or "bias" not in v:
+        return False
+    biases = q["bias"], k["bias"], v["bias"]
+    norm = parts["input_layernorm"]._parameters
+    tensors = (norm.get("weight"), q.get("weight"), k.get("weight"), v.get("weight"))
+    return _are_like(hidden_states, *tensors, layer.keys, layer.values) and (
+        biases[0] is biases[1] is biases[2] is None or _are_like(hidden_states, *biases)
     )
 
 
@@ -302,18 +328,20 @@ def is_plain_linear(module: Any, hidden_states: Tensor) -> bool:
     if type(module) is not nn.Linear or is_watched(module):
         return False
     parameters = module._parameters
-    weight = parameters.get("weight")
     return (
-        _is_flat(weight)
-        and weight.dtype == hidden_states.dtype
-        and weight.device == hidden_states.device
+        _are_like(hidden_states, parameters.get("weight"))
         and "bias" in parameters
-        and ((bias := parameters["bias"]) is None or _is_like(bias, weight))
+        and ((bias := parameters["bias"]) is None or _are_like(hidden_states, bias))
     )
 
 
-def _is_like(bias: Any, weight: Tensor) -> bool:
-    return _is_flat(bias) and bias.dtype == weight.dtype and bias.device == weight.device
+def _are_like(hidden_states: Tensor, *tensors: Any) -> bool:
+    """Whether kernels can read all of them beside the tokens: of their type, on their device."""
+    dtype, device = hidden_states.dtype, hidden_states.device
+    for tensor in tensors:
+        if not _is_flat(tensor) or tensor.dtype != dtype or tensor.device != device:
+            return False
+    return True
 
 
 def _is_flat(weight: Any) -> TypeGuard[Tensor]:

@@ -102,16 +102,18 @@ def _decode_step(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> T
     linears = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     if type(layer) is not StaticLayer or not is_plain_mask(mask):
         return None
-    if not can_stream(block, hidden_states) or not all(
+    if not can_stream(block, hidden_states, layer) or not all(
         _is_plain(linear, hidden_states) for linear in linears
     ):
         return None
-    query, key, value = project_one(block, hidden_states, layer, kwargs)
+    slots: Any = layer  # whose tensors may be None by its class, not once it is in use
+    key, value, length = slots.keys, slots.values, slots.cumulative_length
+    query = project_one(block, hidden_states, key, value, length, kwargs)
     attended = attend_token(
         query,
         key,
         value,
-        layer.cumulative_length,
+        length,
         seen_slots(mask, hidden_states),
         attention.scaling,
         count=True,

@@ -56,7 +56,7 @@ def project_token(
     sin: Tensor,
     keys: Tensor,
     values: Tensor,
-    position: Tensor | None,
+    position: int | Tensor,
     backend: Backend = "auto",
 ) -> Tensor:
     """Norm, q/k/v projections and rotary embeddings of one token of one sequence; no gradient.
@@ -71,18 +71,18 @@ def project_token(
         sin: ``[..., E]``.
         keys: ``[1, V, L, E]``; one slot is written.
         values: ``[1, V, L, E]``; likewise.
-        position: Which slot, an integer on the device; the first where None.
+        position: Which slot; may be an integer on the device.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
         Queries ``[1, H, E]``.
     """
-    args = (hidden, norm_weight, eps, weights, biases, cos, sin, keys, values, position)
-    if not takes_kernels(backend, hidden, norm_weight, *weights, cos, sin, keys, values):
-        return _token_step.project_token(*args)
-    from midus.ops.token_step import product_kernels
-
-    return product_kernels.project_token(*args)
+    # Imported from the module itself, not from its package, which takes longer at every call.
+    if takes_kernels(backend, hidden, norm_weight, *weights, cos, sin, keys, values):
+        from midus.ops.token_step.product_kernels import project_token as run
+    else:
+        from midus.ops.token_step.reference import project_token as run
+    return run(hidden, norm_weight, eps, weights, biases, cos, sin, keys, values, position)
 
 
 def attend_token(

@@ -96,7 +96,8 @@ def launch(
     run(x, y, z, stream, function, metadata, None, None, None, *addresses, *numbers, *values)
 
 
-# How CompiledKernel.__getitem__ of Triton 3.6 to 3.9 launches.
+# What `CompiledKernel.__getitem__` must contain, as it does in Triton 3.6 and 3.9, for `launch` to
+# be allowed to do the same.
 _KNOWN_CALL = (
     "self.run(grid[0], grid[1], grid[2], stream, self.function, self.packed_metadata, "
     "launch_metadata, knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *args)"
@@ -105,19 +106,19 @@ _KNOWN_CALL = (
 
 def _direct(compiled: Any) -> tuple[Any, ...] | None:
     """What launches a compiled kernel by addresses; None where Triton is not the one we know."""
-    knobs = _known_knobs(type(compiled))
+    knobs = _known_knobs(compiled.__class__)
     if knobs is None or not type(compiled.run).__module__.startswith("triton.backends.nvidia."):
         return None
     return knobs, compiled.run, compiled.function, compiled.packed_metadata
 
 
 @functools.cache
-def _known_knobs(compiled_class: type) -> Any:
+def _known_knobs(compiled_class: Any) -> Any:
     """Triton's settings, which hold its hooks, if it launches as written above."""
     try:
         from triton import knobs
 
-        source = inspect.getsource(compiled_class.__getitem__)  # type: ignore[attr-defined]
+        source = inspect.getsource(compiled_class.__getitem__)
     except (ImportError, AttributeError, OSError, TypeError):
         return None
     return knobs if _KNOWN_CALL in " ".join(source.split()) else None

@@ -11,7 +11,6 @@ from midus.ops.headwise_memory import library as _headwise_memory_library
 from midus.ops.headwise_memory import reference as _headwise_memory
 from midus.ops.product_key_topk import library as _product_key_topk_library  # noqa: F401
 from midus.ops.product_key_topk import reference as _product_key_topk
-from midus.ops.token_step import reference as _token_step
 from midus.ops.weighted_gather import library as _weighted_gather_library  # noqa: F401
 from midus.ops.weighted_gather import reference as _weighted_gather
 
@@ -197,6 +196,7 @@ def attend_and_read(
     col_keys: Tensor,
     value_cache: Tensor,
     top_k: int,
+    past: tuple[Tensor, Tensor] | None = None,
     backend: Backend = "auto",
     search: Search = "auto",
 ) -> Tensor:
@@ -209,32 +209,53 @@ def attend_and_read(
         length: Slots in use; as an integer on the device it is counted up.
         mask: ``[B, L]`` booleans, or None.
         scale: Factor of the scores.
-        hidden: ``[B, H * O]``, the residual stream.
+        hidden: ``[B, H * O]`` or ``[B, 1, H * O]``, the residual stream.
         row_keys: ``[H, n, E/2]``.
         col_keys: ``[H, n, E/2]``.
         value_cache: ``[H, n * n, O]``.
         top_k: Slots to read per head.
+        past: Contiguous keys and values ``[B, V, L - 1, E]`` to copy into the slots before the last
+            of ``keys`` and ``values``, of which that one alone is filled; ``length`` is L.
         backend: ``auto``, ``reference`` or ``triton``.
         search: ``two_stage``, ``cartesian``, or ``auto``: two stages.
 
     Returns:
-        ``[B, H * O]``.
+        In the shape of ``hidden``.
     """
     _check_keys(queries, row_keys, col_keys, top_k)
+    if past is not None:
+        _check_past(keys, values, length, *past)
+    if hidden.numel() != len(queries) * len(value_cache) * value_cache.shape[2]:
+        raise MidusError(
+            f"hidden has shape {tuple(hidden.shape)}; expected one token a sequence, "
+            f"[{len(queries)}, {len(value_cache) * value_cache.shape[2]}]"
+        )
     inputs = (queries, keys, values, hidden, row_keys, col_keys, value_cache)
     use_triton = takes_kernels(backend, *inputs) and _fits_kernels(
         backend, row_keys.shape[1], top_k
     )
     # Here a program has one token whatever the search, and two stages are the faster.
-    search = "two_stage" if search == "auto" else search
-    cartesian = _use_cartesian(search, queries, row_keys, use_triton)
-    attended = (queries, keys, values, length, mask, scale)
-    memory = (hidden, row_keys, col_keys, value_cache, top_k, cartesian)
-    if not use_triton:
-        return _token_step.attend_and_read(*attended, *memory)
-    from midus.ops.token_step import attention_kernels
-
-    return attention_kernels.attend_and_read(*attended, *memory)
+    cartesian = search != "auto" and _use_cartesian(search, queries, row_keys, use_triton)
+    # Imported from the module itself, not from its package, which takes longer at every call.
+    if use_triton:
+        from midus.ops.token_step.attention_kernels import attend_and_read as run
+    else:
+        from midus.ops.token_step.reference import attend_and_read as run
+    return run(
+        queries,
+        keys,
+        values,
+        length,
+        mask,
+        scale,
+        hidden,
+        row_keys,
+        col_keys,
+        value_cache,
+        top_k,
+        cartesian,
+        past,
+    )
 
 
 def _check_keys(queries: Tensor, row_keys: Tensor, col_keys: Tensor, top_k: int) -> None:
@@ -243,10 +264,11 @@ def _check_keys(queries: Tensor, row_keys: Tensor, col_keys: Tensor, top_k: int)
             f"queries have shape {tuple(queries.shape)} and row_keys {tuple(row_keys.shape)}; "
             "expected [..., H, E] and [H, n, E/2]"
         )
-    num_heads, width = queries.shape[-2:]
+    *_, num_heads, width = queries.shape
     num_subkeys = row_keys.shape[1]
-    check_shape("row_keys", row_keys, (num_heads, num_subkeys, width // 2))
-    check_shape("col_keys", col_keys, (num_heads, num_subkeys, width // 2))
+    shape = (num_heads, num_subkeys, width // 2)
+    check_shape("row_keys", row_keys, shape)
+    check_shape("col_keys", col_keys, shape)
     if width % 2:
         raise MidusError(f"queries are {width} wide; product keys need an even width")
     if not 1 <= top_k <= num_subkeys:
@@ -254,6 +276,25 @@ def _check_keys(queries: Tensor, row_keys: Tensor, col_keys: Tensor, top_k: int)
             f"top_k={top_k} is not between 1 and the {num_subkeys} sub-keys; lower top_k or use "
             "more sub-keys"
         )
+
+
+def _check_past(
+    keys: Tensor, values: Tensor, length: int | Tensor, past_keys: Tensor, past_values: Tensor
+) -> None:
+    shape = batch, num_kv_heads, num_slots, width = keys.shape
+    before = (batch, num_kv_heads, num_slots - 1, width)
+    check_shape("values", values, shape)
+    check_shape("past keys", past_keys, before)
+    check_shape("past values", past_values, before)
+    if not (past_keys.dtype == past_values.dtype == keys.dtype):
+        raise MidusError(
+            f"past keys and values are {past_keys.dtype} and {past_values.dtype}, expected "
+            f"{keys.dtype}, as those they are copied to"
+        )
+    if not (past_keys.is_contiguous() and past_values.is_contiguous()):
+        raise MidusError("past keys and values are not contiguous; call .contiguous()")
+    if isinstance(length, Tensor) or length != num_slots:
+        raise MidusError(f"length={length} is not the {num_slots} slots of keys, as past needs it")
 
 
 def _fits_kernels(backend: str, num_subkeys: int, top_k: int) -> bool:

@@ -35,14 +35,19 @@ def _after_sums(sums, num_lines, width: tl.constexpr, NUM_PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length"])
 def _attend_kernel(
-    queries, keys, values, mask, position, sums, length, scale,
+    queries, keys, values, past_keys, past_values, mask, position, sums, length, scale,
     stride_query, stride_query_head, stride_batch, stride_head, stride_slot,
     stride_value_batch, stride_value_head, stride_value_slot, stride_mask,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, width: tl.constexpr,
-    NUM_PARTS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_POSITION: tl.constexpr,
+    NUM_PARTS: tl.constexpr, HAS_PAST: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_POSITION: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_L: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One part of the cache for the heads that share a key-value head."""
+    """One part of the cache for the heads that share a key-value head.
+
+    With ``past`` the cache holds its last slot alone, and the others are copied on the way: every
+    slot is read by one program, which is the one to write it.
+    """
     batch = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     part = tl.program_id(1)
@@ -66,15 +71,26 @@ def _attend_kernel(
         seen = slot < length
         rows = slot[:, None].to(tl.int64)
         tile = seen[:, None] & (e < width)[None, :]
-        k = tl.load(
-            keys + batch * stride_batch + kv_head * stride_head + rows * stride_slot + e[None, :],
-            mask=tile, other=0.0,
-        )  # fmt: skip
-        v = tl.load(
+        key_at = (
+            keys + batch * stride_batch + kv_head * stride_head + rows * stride_slot + e[None, :]
+        )
+        value_at = (
             values + batch * stride_value_batch + kv_head * stride_value_head
-            + rows * stride_value_slot + e[None, :],
-            mask=tile, other=0.0,
+            + rows * stride_value_slot + e[None, :]
         )  # fmt: skip
+        if HAS_PAST:
+            is_past = (slot < length - 1)[:, None] & (e < width)[None, :]
+            past_at = ((batch * num_kv_heads + kv_head) * (length - 1) + rows) * width + e[None, :]
+            past_k = tl.load(past_keys + past_at, mask=is_past, other=0.0)
+            past_v = tl.load(past_values + past_at, mask=is_past, other=0.0)
+            tl.store(key_at, past_k, mask=is_past)
+            tl.store(value_at, past_v, mask=is_past)
+            is_last = (slot == length - 1)[:, None] & (e < width)[None, :]
+            k = tl.where(is_past, past_k, tl.load(key_at, mask=is_last, other=0.0))
+            v = tl.where(is_past, past_v, tl.load(value_at, mask=is_last, other=0.0))
+        else:
+            k = tl.load(key_at, mask=tile, other=0.0)
+            v = tl.load(value_at, mask=tile, other=0.0)
         if HAS_MASK:
             seen = seen & (tl.load(mask + batch * stride_mask + slot, mask=seen, other=0) != 0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -223,15 +239,17 @@ def attend(
     length: int | Tensor,
     mask: Tensor | None,
     scale: float,
+    past: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, int]:
     """Attention of ``[B, H, E]`` over ``[B, V, L, E]``, in parts, and how many these are.
 
-    ``length`` counts the slots in use; as a tensor, those before this token's. What is returned
-    are the sums of all heads and parts, then their largest scores, then their totals.
+    ``length`` counts the slots in use; as a tensor, those before this token's. ``past`` is copied
+    into all slots but the last. What is returned are the sums of all heads and parts, then their
+    largest scores, then their totals.
     """
     batch, num_heads, width = queries.shape
     _, num_kv_heads, num_slots, _ = keys.shape
-    parts = num_parts(batch * num_kv_heads, num_slots)
+    parts = num_parts(batch * num_kv_heads, num_slots <= _SHORT)
     size = batch * num_heads * parts * (width + 2)
     sums = queries.new_empty(size, dtype=torch.float32)
     is_tensor = isinstance(length, Tensor)
@@ -244,6 +262,7 @@ def attend(
             queries,
             keys,
             values,
+            *(past or (keys, values)),
             queries if mask is None else mask,
             length if is_tensor else queries,
             sums,
@@ -255,19 +274,27 @@ def attend(
             0 if mask is None else mask.stride(0),
         ),
         _attend_constants(
-            num_heads, num_kv_heads, width, parts, mask is not None, is_tensor, queries.device
+            num_heads,
+            num_kv_heads,
+            width,
+            parts,
+            past is not None,
+            mask is not None,
+            is_tensor,
+            queries.device,
         ),
     )
     return sums, parts
 
 
-def num_parts(num_lines: int, num_slots: int) -> int:
+@functools.cache
+def num_parts(num_lines: int, is_short: bool) -> int:
     """Into how many parts to cut the caches of ``num_lines`` sequences and key-value heads.
 
     Two numbers for any length, since a kernel is compiled for each; short caches leave some of the
     parts empty.
     """
-    programs = _PROGRAMS_SHORT if num_slots <= _SHORT else _PROGRAMS
+    programs = _PROGRAMS_SHORT if is_short else _PROGRAMS
     return power_of_two(max(1, programs // num_lines))
 
 
@@ -306,9 +333,10 @@ def attend_and_read(
     value_cache: Tensor,
     top_k: int,
     cartesian: bool,
+    past: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """``hidden`` ``[B, D]`` with the memory's correction; counts ``length`` up if a tensor."""
-    sums, parts = attend(queries, keys, values, length, mask, scale)
+    """``hidden`` ``[B, ..., D]`` with the memory's correction; counts ``length`` up if a tensor."""
+    sums, parts = attend(queries, keys, values, length, mask, scale, past)
     hidden = hidden.contiguous()
     num_heads, num_subkeys, subkey_dim = row_keys.shape
     is_tensor = isinstance(length, Tensor)
@@ -342,14 +370,15 @@ def attend_and_read(
 
 @functools.cache
 def _attend_constants(
-    num_heads: int, num_kv_heads: int, width: int, parts: int, has_mask: bool, has_position: bool,
-    device: torch.device,
+    num_heads: int, num_kv_heads: int, width: int, parts: int, has_past: bool, has_mask: bool,
+    has_position: bool, device: torch.device,
 ) -> Constants:  # fmt: skip
     return Constants(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         width=width,
         NUM_PARTS=parts,
+        HAS_PAST=has_past,
         HAS_MASK=has_mask,
         HAS_POSITION=has_position,
         BLOCK_G=power_of_two(num_heads // num_kv_heads, 16),

@@ -27,10 +27,10 @@ LONG_LINEAR_BLOCKS = {"BLOCK_P": 1, "BLOCK_D": 2048, "num_warps": 8}
 _LONG_LINEAR = 8192
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def _project_kernel(
     hidden, norm_weight, query_weight, key_weight, value_weight,
-    query_bias, key_bias, value_bias, cos, sin, queries, keys, values, position, eps,
+    query_bias, key_bias, value_bias, cos, sin, queries, keys, values, position, number, eps,
     stride_key, stride_key_head, stride_value, stride_value_head,
     hidden_size: tl.constexpr, num_heads: tl.constexpr, num_kv_heads: tl.constexpr,
     half: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITION: tl.constexpr,
@@ -75,7 +75,7 @@ def _project_kernel(
         y_second += tl.load(bias + where + half, mask=mask, other=0.0).to(tl.float32)
     dtype = queries.dtype.element_ty
     y_first, y_second = y_first.to(dtype), y_second.to(dtype)
-    slot = tl.load(position) if HAS_POSITION else 0
+    slot = tl.load(position) if HAS_POSITION else number.to(tl.int64)
     if is_value:
         out = values + slot * stride_value + own * stride_value_head + pair
         tl.store(out, y_first, mask=mask)
@@ -168,19 +168,20 @@ def project_token(
     sin: Tensor,
     keys: Tensor,
     values: Tensor,
-    position: Tensor | None,
+    position: int | Tensor,
 ) -> Tensor:
     """Queries ``[1, H, E]`` of ONE token; key and value go to slot ``position``."""
     width = cos.shape[-1]
     num_heads, num_kv_heads = weights[0].shape[0] // width, keys.shape[1]
     has_bias = biases[0] is not None
+    is_tensor = isinstance(position, Tensor)
     constants = _project_constants(
         hidden.shape[-1],
         num_heads,
         num_kv_heads,
         width,
         has_bias,
-        position is not None,
+        is_tensor,
         hidden.device,
     )
     hidden, cos, sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
@@ -200,7 +201,8 @@ def project_token(
             queries,
             keys,
             values,
-            hidden if position is None else position,
+            position if is_tensor else hidden,
+            0 if is_tensor else position,
             eps,
             key_slot,
             key_head,

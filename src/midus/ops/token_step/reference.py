@@ -18,7 +18,7 @@ def project_token(
     sin: Tensor,
     keys: Tensor,
     values: Tensor,
-    position: Tensor | None,
+    position: int | Tensor,
 ) -> Tensor:
     """Queries ``[1, H, E]`` of ONE token; key and value go to slot ``position``."""
     width = cos.shape[-1]
@@ -31,9 +31,9 @@ def project_token(
         for weight, bias in zip(weights, biases, strict=True)
     )
     queries, key = rotate_heads(queries, key, cos.view(1, 1, -1), sin.view(1, 1, -1))
-    slot = torch.zeros(1, dtype=torch.long) if position is None else position.view(1)
-    keys.index_copy_(2, slot.to(keys.device), key.transpose(1, 2))
-    values.index_copy_(2, slot.to(keys.device), value.transpose(1, 2))
+    slot = torch.as_tensor(position, dtype=torch.long, device=keys.device).view(1)
+    keys.index_copy_(2, slot, key.transpose(1, 2))
+    values.index_copy_(2, slot, value.transpose(1, 2))
     return queries[0]
 
 
@@ -95,8 +95,12 @@ def attend_and_read(
     value_cache: Tensor,
     top_k: int,
     cartesian: bool,
+    past: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """``hidden`` ``[B, D]`` with the memory's correction; counts ``length`` up if a tensor."""
+    """``hidden`` ``[B, ..., D]`` with the memory's correction; counts ``length`` up if a tensor."""
+    if past is not None:
+        for cached, before in zip((keys, values), past, strict=True):
+            cached[:, :, :-1] = before
     attended = attend_token(queries, keys, values, length, mask, scale, True)
     correction = headwise_memory_cached(attended, row_keys, col_keys, value_cache, top_k, cartesian)
-    return hidden + correction.flatten(-2)
+    return hidden + correction.view(hidden.shape)
