@@ -193,10 +193,52 @@ def test_a_tensor_that_is_on_no_gpu_is_left_to_triton(on_gpu):
         assert call[10] is tensors[1]  # Triton refuses the wrong one
 
 
+class Launcher36:
+    """As Triton 3.6 has it."""
+
+    def __init__(self, scratch=0):
+        self.global_scratch_size, self.profile_scratch_size = 0, scratch
+        self.launch_cooperative_grid, self.launch_pdl = False, True
+        self.calls = []
+
+    def launch(self, *args):
+        self.calls.append(args)
+
+    # fmt: off
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        global_scratch = None
+        profile_scratch = "scratch" if self.profile_scratch_size else None
+        self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid,
+                    self.launch_pdl, global_scratch, profile_scratch, *args)
+    # fmt: on
+
+
+Launcher36.__module__ = "triton.backends.nvidia.driver"
+
+
+@pytest.mark.parametrize("scratch", [0, 16])
+def test_past_a_known_launcher_its_function_gets_the_same(scratch, monkeypatch):
+    # Of the kernel, which is a stand-in, and of its launcher, which the next test looks at.
+    monkeypatch.setattr(module, "_has_line", lambda owner, method, line: True)
+    launcher = Launcher36(scratch)
+    compiled = SimpleNamespace(run=launcher, function=77, packed_metadata=(4, 1, 0))
+    _, run, fixed = module._direct(compiled)
+    run(2, 3, 1, 9, *fixed, 1234, 5)
+    launcher(2, 3, 1, 9, 77, (4, 1, 0), None, None, None, 1234, 5)
+    assert launcher.calls[0] == launcher.calls[1]
+    assert (run == launcher) == bool(scratch)
+
+
+def test_a_line_is_found_however_it_is_broken():
+    assert module._has_line(Launcher36, "__call__", module._KNOWN_LAUNCH)
+    assert not module._has_line(Launcher36, "__call__", module._KNOWN_CALL)
+    assert not module._has_line(Launcher36, "missing", module._KNOWN_LAUNCH)
+
+
 def test_launchers_that_are_not_known_are_called_by_triton():
     compiled = CompiledKernel.__new__(CompiledKernel)
     vars(compiled).update(module=None, function=77, packed_metadata=(), _run=Recorder())
-    assert module._direct(compiled) == (knobs, compiled.run, 77, ())
+    assert module._direct(compiled) == (knobs, compiled.run, (77, (), None, None, None))
     compiled._run = lambda *args: None  # of another backend
     assert module._direct(compiled) is None
 

@@ -7,7 +7,6 @@ Decided here and nowhere else. `backend="auto"` takes the kernels for CUDA tenso
 import functools
 import importlib.util
 import os
-from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -19,7 +18,6 @@ Backend = Literal["auto", "reference", "triton"]
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _KERNEL_TYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
-_dtype = attrgetter("dtype")
 
 
 def takes_kernels(backend: str, *tensors: Tensor) -> bool:
@@ -28,7 +26,7 @@ def takes_kernels(backend: str, *tensors: Tensor) -> bool:
         return False
     if backend not in ("auto", "triton"):
         raise MidusError(f"backend={backend!r} is unknown; choose auto, reference or triton")
-    right_types = _KERNEL_TYPES.issuperset(map(_dtype, tensors))
+    right_types = False not in [tensor.dtype in _KERNEL_TYPES for tensor in tensors]
     if backend == "auto":
         return _HAS_TRITON and right_types and tensors[0].is_cuda and _suits(tensors[0].device)
     if not _HAS_TRITON:

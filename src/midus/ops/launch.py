@@ -90,38 +90,55 @@ def launch(
     if direct is None or not all(map(_is_on_gpu, tensors)) or _has_hooks(direct[0]):
         compiled[x, y, z](*args, *values)
         return
-    _, run, function, metadata = direct
+    _, run, fixed = direct
     stream = torch._C._cuda_getCurrentRawStream(index)
     # The tensors live at least until this returns: ``args`` holds them.
-    run(x, y, z, stream, function, metadata, None, None, None, *addresses, *numbers, *values)
+    run(x, y, z, stream, *fixed, *addresses, *numbers, *values)
 
 
 # What `CompiledKernel.__getitem__` must contain, as it does in Triton 3.6 and 3.9, for `launch` to
-# be allowed to do the same.
+# be allowed to do the same; and its launcher, as it does in 3.6, to go past that as well.
 _KNOWN_CALL = (
     "self.run(grid[0], grid[1], grid[2], stream, self.function, self.packed_metadata, "
     "launch_metadata, knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *args)"
 )
+_KNOWN_LAUNCH = (
+    "self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, "
+    "self.launch_pdl, global_scratch, profile_scratch, *args)"
+)
 
 
 def _direct(compiled: Any) -> tuple[Any, ...] | None:
-    """What launches a compiled kernel by addresses; None where Triton is not the one we know."""
-    knobs = _known_knobs(compiled.__class__)
-    if knobs is None or not type(compiled.run).__module__.startswith("triton.backends.nvidia."):
+    """What launches a compiled kernel by addresses; None where Triton is not the one we know.
+
+    Triton's settings, which hold its hooks; a function; what it gets between stream and addresses.
+    """
+    if not _has_line(compiled.__class__, "__getitem__", _KNOWN_CALL):
         return None
-    return knobs, compiled.run, compiled.function, compiled.packed_metadata
+    from triton import knobs
+
+    launcher, function = compiled.run, compiled.function
+    if not type(launcher).__module__.startswith("triton.backends.nvidia."):
+        return None
+    unhooked = (compiled.packed_metadata, None, None, None)
+    if (
+        not _has_line(launcher.__class__, "__call__", _KNOWN_LAUNCH)
+        or launcher.global_scratch_size
+        or launcher.profile_scratch_size
+    ):
+        return knobs, launcher, (function, *unhooked)
+    without_scratch = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+    return knobs, launcher.launch, (function, *without_scratch, *unhooked)
 
 
 @functools.cache
-def _known_knobs(compiled_class: Any) -> Any:
-    """Triton's settings, which hold its hooks, if it launches as written above."""
+def _has_line(owner: Any, method: str, line: str) -> bool:
+    """Whether the source of a method has a line, however it is broken."""
     try:
-        from triton import knobs
-
-        source = inspect.getsource(compiled_class.__getitem__)
-    except (ImportError, AttributeError, OSError, TypeError):
-        return None
-    return knobs if _KNOWN_CALL in " ".join(source.split()) else None
+        source = inspect.getsource(getattr(owner, method))
+    except (AttributeError, OSError, TypeError):
+        return False
+    return line in " ".join(source.split())
 
 
 def _has_hooks(knobs: Any) -> bool:

@@ -225,10 +225,11 @@ def attend_and_read(
     _check_keys(queries, row_keys, col_keys, top_k)
     if past is not None:
         _check_past(keys, values, length, *past)
-    if hidden.numel() != len(queries) * len(value_cache) * value_cache.shape[2]:
+    batch, (num_heads, _, head_width) = queries.shape[0], value_cache.shape
+    if hidden.numel() != batch * num_heads * head_width:
         raise MidusError(
             f"hidden has shape {tuple(hidden.shape)}; expected one token a sequence, "
-            f"[{len(queries)}, {len(value_cache) * value_cache.shape[2]}]"
+            f"{(batch, num_heads * head_width)}"
         )
     inputs = (queries, keys, values, hidden, row_keys, col_keys, value_cache)
     use_triton = takes_kernels(backend, *inputs) and _fits_kernels(
@@ -281,19 +282,20 @@ def _check_keys(queries: Tensor, row_keys: Tensor, col_keys: Tensor, top_k: int)
 def _check_past(
     keys: Tensor, values: Tensor, length: int | Tensor, past_keys: Tensor, past_values: Tensor
 ) -> None:
-    shape = batch, num_kv_heads, num_slots, width = keys.shape
+    batch, num_kv_heads, num_slots, width = keys.shape
     before = (batch, num_kv_heads, num_slots - 1, width)
-    check_shape("values", values, shape)
-    check_shape("past keys", past_keys, before)
-    check_shape("past values", past_values, before)
-    if not (past_keys.dtype == past_values.dtype == keys.dtype):
+    if not (
+        past_keys.shape == past_values.shape == before
+        and past_keys.dtype == past_values.dtype == keys.dtype
+        and past_keys.is_contiguous()
+        and past_values.is_contiguous()
+    ):
         raise MidusError(
-            f"past keys and values are {past_keys.dtype} and {past_values.dtype}, expected "
-            f"{keys.dtype}, as those they are copied to"
+            f"past has {tuple(past_keys.shape)} {past_keys.dtype} and {tuple(past_values.shape)} "
+            f"{past_values.dtype}; expected {before} {keys.dtype}, contiguous, for both"
         )
-    if not (past_keys.is_contiguous() and past_values.is_contiguous()):
-        raise MidusError("past keys and values are not contiguous; call .contiguous()")
-    if isinstance(length, Tensor) or length != num_slots:
+    check_shape("values", values, keys.shape)
+    if type(length) is not int or length != num_slots:
         raise MidusError(f"length={length} is not the {num_slots} slots of keys, as past needs it")
 
 
