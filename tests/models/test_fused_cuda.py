@@ -17,7 +17,7 @@ SHAPE = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 2048,
     "initializer_range": 0.1,
     "eos_token_id": None,
 }
@@ -36,6 +36,16 @@ def model(kind, dtype=torch.float32):
 def test_float32_gives_the_same_greedy_tokens(kind, length):
     # The longer one has more slots than the short caches' kernels are cut for.
     assert first_difference(model(kind), prompt_ids(1, length).cuda(), 200) is None
+
+
+@pytest.mark.parametrize("length", [12, 1000])
+def test_eager_decoding_over_a_growing_cache_gives_the_plain_tokens(length, monkeypatch):
+    # The longer one passes from the parts of short caches to those of long ones.
+    grown, ids = model("hml"), prompt_ids(1, length).cuda()
+    options = {"max_new_tokens": 60, "do_sample": False}
+    found = grown.generate(ids, **options)
+    monkeypatch.setattr(fused, "_DEVICES", ())
+    assert torch.equal(grown.generate(ids, **options), found)
 
 
 @pytest.mark.parametrize("kind", ["base", "hml"])

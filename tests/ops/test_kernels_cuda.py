@@ -192,3 +192,18 @@ def test_functional_call_and_autocast():
     assert error(out, called) < 1e-2
     out.float().square().sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+def test_compiled_kernels_are_launched_by_addresses_and_a_cpu_tensor_is_refused(monkeypatch):
+    from midus.ops import launch as module
+    from midus.ops.gated import kernels
+
+    monkeypatch.setattr(module, "_COMPILED", {})
+    gate, up = torch.randn(64, device="cuda"), torch.randn(64, device="cuda")
+    first, second = kernels.gated_forward(gate, up), kernels.gated_forward(gate, up)
+    ((_, direct, _),) = module._COMPILED.values()
+    assert direct is not None  # Triton is one that we know
+    assert torch.equal(first, second)
+    args = (gate, up.cpu(), torch.empty_like(gate), 64)
+    with pytest.raises(ValueError, match="cpu tensor"):
+        module.launch(kernels._gated_fwd_kernel, (1,), args, kernels._CONSTANTS)
