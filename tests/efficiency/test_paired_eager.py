@@ -1,4 +1,4 @@
-"""`benchmarks/paired_eager.py` on a tiny shape: its table, and ratios that are those of its rounds."""
+"""`benchmarks/paired_eager.py` on a tiny shape: a table, and ratios of its rounds."""
 
 import json
 import statistics
