@@ -243,6 +243,7 @@ def test_partial_suites_say_so(midus, byte_model, data_dir, tmp_path):
     ("args", "sentence"),
     [
         (["--suite", "general2"], "suite='general2' is unknown; did you mean general?"),
+        (["--tasks", ","], "tasks=',' names nothing; give one or more, or leave it out"),
         (["--suite", "general", "--tasks", "piqqa"], "did you mean piqa"),
         (["--suite", "general", "--batch-size", "0"], "batch_size='0' is neither a whole"),
         (["--suite", "general", "--data-dir", "nowhere"], "data_dir='nowhere' is no folder"),

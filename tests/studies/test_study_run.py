@@ -207,7 +207,7 @@ def test_the_command_runs_the_tiny_grid_and_reports_it(midus, material, tmp_path
     for nothing in ("", ","):
         bad = midus("study", "run", grid, "--out", tmp_path, "--only", nothing, *sets)
         assert bad.code == 2
-        assert f"only={nothing!r} names nothing; leave it out for all" in bad.err
+        assert f"only={nothing!r} names nothing; give one or more, or leave it out" in bad.err
     bad = midus("study", "run", grid, "--out", tmp_path, "--only", "nobody", *sets)
     assert bad.code == 2
     assert "the study has no method 'nobody'" in bad.err

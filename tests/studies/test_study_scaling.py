@@ -294,6 +294,7 @@ def test_flat_losses_are_said_to_be_flat(midus, tmp_path):
         (3, [], "no method with 4 numbers of slots"),
         (3, ["--over", "time"], "over='time' is no axis"),
         (4, ["--at", "1e8,much"], "at='much' must be a number"),
+        (4, ["--at", ","], "at=',' names nothing; give one or more, or leave it out"),
         (4, ["--curves"], "--curves are points over tokens"),
         (4, ["--over", "tokens", "--predict"], "--predict is about slots"),
         (4, ["--known", "1b=2@4096"], "--known goes with --predict"),

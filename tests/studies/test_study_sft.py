@@ -408,8 +408,8 @@ def test_the_command_fine_tunes_prints_and_refuses(midus, copied, config):
         (["--only", "gone"], "kept no model of method 'gone'"),
         (["--seeds", "7"], "kept no model of seed 7; choose from 100, 200"),
         (["--seeds", "x"], "seeds='x' must be a whole number"),
-        (["--seeds", ","], "seeds=',' names nothing; leave it out for all"),
-        (["--only", ""], "only='' names nothing; leave it out for all"),
+        (["--seeds", ","], "seeds=',' names nothing; give one or more, or leave it out"),
+        (["--only", ""], "only='' names nothing; give one or more, or leave it out"),
         (["--name", "a/b"], "name='a/b' must be the name of a folder"),
     ):
         bad = midus("study", "sft", copied, config, *arguments)

@@ -7,6 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from midus.cli import options
+from midus.cli.options import parse_names
 from midus.errors import MidusError
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def run(
     for model in models:
         resolve_source(model)  # a name that is nothing is refused before anything is read
     hardware = hardware_name(_torch_device(device))
-    selection = select(suite, _names(tasks), data_dir, shots)
+    selection = select(suite, parse_names("tasks", tasks), data_dir, shots)
     with console.without_foreign_bars():
         scores = evaluate_models(
             models,
@@ -128,14 +129,14 @@ def render(
     from midus.models.sources import resolve_source
 
     folder = resolve_source(model)
-    selection = select(suite, _names(tasks), data_dir, shots)
+    selection = select(suite, parse_names("tasks", tasks), data_dir, shots)
     unique = {
         task.name: task for column in selection.columns for task in selection.tasks[column.key]
     }
     length = run_settings(folder, None, max_length)["max_length"]
     facts = {
         "suite": suite,
-        "tasks": _names(tasks),
+        "tasks": parse_names("tasks", tasks),
         "shots": shots,
         "data_dir": str(data_dir.resolve()) if data_dir else None,
         "limit": limit,
@@ -277,10 +278,6 @@ def _prepare() -> None:
 
     require_harness()
     console.quieten_libraries()
-
-
-def _names(tasks: str | None) -> list[str]:
-    return [name.strip() for name in tasks.split(",") if name.strip()] if tasks else []
 
 
 def _torch_device(name: str) -> Any:

@@ -61,7 +61,7 @@ def parse_names(option: str, text: str | None) -> list[str]:
     """
     names = [part.strip() for part in (text or "").split(",") if part.strip()]
     if text is not None and not names:
-        raise MidusError(f"{option}={text!r} names nothing; leave it out for all")
+        raise MidusError(f"{option}={text!r} names nothing; give one or more, or leave it out")
     return names
 
 

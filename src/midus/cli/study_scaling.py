@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from midus.cli.options import parse_names
 from midus.errors import MidusError
 
 
@@ -15,8 +16,8 @@ def scaling(
         "slots"
     ),
     at: Annotated[
-        str, typer.Option(help="Where to predict the loss, with commas, as in 1e8,1e9.")
-    ] = "",
+        str | None, typer.Option(help="Where to predict the loss, with commas, as in 1e8,1e9.")
+    ] = None,
     curves: Annotated[
         bool,
         typer.Option("--curves", help="Over tokens: take points inside runs, not their ends."),
@@ -38,7 +39,7 @@ def scaling(
     What the figures mean, and what they do not: docs/scaling.md.
     """
     _check(over, curves, assume, known)
-    places = [_positive("at", part) for part in at.split(",") if part.strip()]
+    places = [_positive("at", part) for part in parse_names("at", at)]
     losses = [_known(text) for text in known or []]
     import importlib.util
 
