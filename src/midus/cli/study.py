@@ -98,7 +98,7 @@ study.command()(sft)
 
 def _print_trials(options: Any) -> None:
     from midus.cli import console
-    from midus.studies.grid import search_trials
+    from midus.studies.grid import count_finals, lengths, search_trials
 
     trials = search_trials(options)
     rows = [
@@ -106,5 +106,8 @@ def _print_trials(options: Any) -> None:
         for t in trials
     ]
     console.print_table(options.name, ["method", "setting", "seed", "steps"], rows)
-    finals = len(options.methods) * len(options.final_seeds)
-    console.out.print(f"trials     {len(trials):,}, then {finals:,} with the final seeds")
+    finals = " to ".join(f"{num:,}" for num in dict.fromkeys(count_finals(options)))
+    tokens = [f" of {num:,} tokens" for num in lengths(options) or ()] or ["", ""]
+    console.out.print(
+        f"trials     {len(trials):,}{tokens[0]}, then {finals}{tokens[1]} with the final seeds"
+    )

@@ -1,4 +1,4 @@
-"""Which setting of a method counts: the one with the lowest mean validation loss."""
+"""Which setting of a method counts, by mean validation loss, and which methods go on."""
 
 import json
 import statistics
@@ -35,16 +35,37 @@ def search_rows(
     return [(trial, rows.get(trial.key(identity))) for trial in trials]
 
 
+def chosen_rows(
+    study: StudyOptions, identity: str, rows: Mapping[str, Row], choice: Choice
+) -> list[tuple[Trial, Row | None]]:
+    """The chosen setting's trials of the search, with their rows."""
+    found = search_rows(study, identity, rows, choice.method)
+    return [(trial, row) for trial, row in found if trial.varied == choice.varied]
+
+
 def final_rows(
     study: StudyOptions, identity: str, rows: Mapping[str, Row], choice: Choice
 ) -> list[tuple[Trial, Row | None]]:
     """The chosen setting with the final seeds, or the search's where there are none, and rows."""
-    if study.final_seeds:
-        trials = final_trials(study, choice.method, choice.varied)
-    else:
-        found = search_rows(study, identity, rows, choice.method)
-        trials = [trial for trial, _ in found if trial.varied == choice.varied]
+    if not study.final_seeds:
+        return chosen_rows(study, identity, rows, choice)
+    trials = final_trials(study, choice.method, choice.varied)
     return [(trial, rows.get(trial.key(identity))) for trial in trials]
+
+
+def goes_on(study: StudyOptions, identity: str, rows: Mapping[str, Row]) -> dict[str, bool | None]:
+    """Whether each method goes on to the final seeds; None while searches that decide it are left.
+
+    The best on validation do, by rows of the search alone, and those whose models are kept.
+    """
+    going: dict[str, bool | None] = {name: own.keep for name, own in study.methods.items()}
+    if study.finalists is None:
+        return dict.fromkeys(going, True)
+    if any(row is None for name in going for _, row in search_rows(study, identity, rows, name)):
+        return {name: is_kept or None for name, is_kept in going.items()}
+    choices = [choose(study, identity, rows, name) for name in going]
+    ranked = sorted(filter(None, choices), key=lambda choice: choice.validation_loss)
+    return going | {choice.method: True for choice in ranked[: study.finalists]}
 
 
 def choose(

@@ -29,6 +29,23 @@ def check_fair(study: StudyOptions, trials: list[Trial]) -> None:
         )
 
 
+def check_lengths(study: StudyOptions, trials: list[Trial]) -> None:
+    """Refuses final runs of no step, and a final round after searches of several lengths."""
+    for name in ("final_tokens", "finalists"):
+        if getattr(study, name) is not None and len({trial.tokens for trial in trials}) > 1:
+            raise MidusError(
+                f"{name} needs a search whose trials are of one length, and these differ in the "
+                f"tokens they read; say data.max_tokens once, under run, or leave {name} out"
+            )
+    for options in (trial.options for trial in trials):
+        a_step = options.batch_size * options.data.seq_len
+        if study.final_tokens is not None and study.final_tokens < a_step:
+            raise MidusError(
+                f"final_tokens={study.final_tokens} is less than one step of "
+                f"{options.batch_size} sequences of {options.data.seq_len}; raise it"
+            )
+
+
 def count_trials(trials: list[Trial]) -> dict[str, int]:
     """Trials of each method."""
     methods = [trial.method for trial in trials]
@@ -37,12 +54,11 @@ def count_trials(trials: list[Trial]) -> dict[str, int]:
 
 def differences(trials: list[Trial]) -> list[str]:
     """What differs among trials that a comparison needs equal."""
-    shared = [_shared(trial.options) for trial in trials]
+    shared = [_shared(trial.options, trial.tokens) for trial in trials]
     return [name for name, value in shared[0].items() if any(own[name] != value for own in shared)]
 
 
-def _shared(options: TrainOptions) -> dict[str, Any]:
-    tokens = options.trainer["max_steps"] * options.batch_size * options.data.seq_len
+def _shared(options: TrainOptions, tokens: int) -> dict[str, Any]:
     return {
         **{f"data.{f.name}": getattr(options.data, f.name) for f in fields(options.data)},
         "batch_size": options.batch_size,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from midus.studies.choosing import Choice
+from midus.studies.grid import lengths
 from midus.studies.options import StudyOptions
 from midus.studies.results import Row
 
@@ -43,6 +44,13 @@ def on_validation(row: Row) -> float | None:
 def on_test(row: Row) -> float | None:
     """Perplexity a token of test text."""
     return _perplexity(row.get("test"))
+
+
+def tokens_read(row: Row) -> int:
+    """Tokens that a trial trains on: whole steps."""
+    options = row["options"]
+    num = options["trainer"]["max_steps"] * options["batch_size"] * options["data"]["seq_len"]
+    return int(num)
 
 
 def peak_gb(row: Row) -> float | None:
@@ -113,6 +121,17 @@ def about_tasks(study: StudyOptions) -> str:
     limit = study.tasks.limit
     much = "all examples of each" if limit is None else f"at most the first {limit:,} of each"
     return f" Tasks are those of lm-evaluation-harness, {much}."
+
+
+def about_lengths(study: StudyOptions) -> str:
+    """A sentence on trials of two lengths, behind a space; nothing where all are as long."""
+    both = lengths(study)
+    if both is None:
+        return ""
+    return (
+        f" In the study settings were chosen in trials of {both[0]:,} tokens, and final models "
+        f"read {both[1]:,}."
+    )
 
 
 def said_of_texts_and_tasks(row: Row) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from midus.errors import MidusError
 from midus.studies.checking import refuse_ignored, refuse_own
-from midus.studies.fairness import check_fair
+from midus.studies.fairness import check_fair, check_lengths
 from midus.studies.options import MethodOptions, StudyOptions
 from midus.studies.trials import Trial
 from midus.training.options import TrainOptions
@@ -24,21 +24,37 @@ def search_trials(study: StudyOptions) -> list[Trial]:
         for seed in study.seeds
     ]
     check_fair(study, trials)
+    check_lengths(study, trials)
     return trials
 
 
 def final_trials(study: StudyOptions, name: str, varied: dict[str, Any]) -> list[Trial]:
-    """A method's chosen setting with the final seeds."""
-    return [
-        make_trial(study, name, varied, seed, keep=study.methods[name].keep)
-        for seed in study.final_seeds
-    ]
+    """A method's chosen setting with the final seeds, as long as final trials are."""
+    return [make_trial(study, name, varied, seed, is_final=True) for seed in study.final_seeds]
+
+
+def lengths(study: StudyOptions) -> tuple[int, int] | None:
+    """Tokens of a trial of the search and of a final one, where the two differ."""
+    if study.final_tokens is None:
+        return None
+    name, method = next(iter(study.methods.items()))
+    varied = next(_settings(study, method))
+    search, final = (make_trial(study, name, varied, 0, is_final=i).tokens for i in (False, True))
+    return None if search == final else (search, final)
+
+
+def count_finals(study: StudyOptions) -> tuple[int, int]:
+    """The fewest and the most final trials there may be: kept methods may be among the best."""
+    num_kept = sum(method.keep for method in study.methods.values())
+    best = len(study.methods) if study.finalists is None else study.finalists
+    most = min(len(study.methods), best + num_kept)
+    return max(best, num_kept) * len(study.final_seeds), most * len(study.final_seeds)
 
 
 def make_trial(
-    study: StudyOptions, name: str, varied: dict[str, Any], seed: int, keep: bool = False
+    study: StudyOptions, name: str, varied: dict[str, Any], seed: int, is_final: bool = False
 ) -> Trial:
-    """One trial: what all have, what the method is, what is varied, and the seed."""
+    """One trial: what all have, what the method is, what is varied, the seed, and how long."""
     said = f"methods.{name}"
     values = copy.deepcopy(study.run)
     own = _flat(study.methods[name].set)
@@ -48,6 +64,8 @@ def make_trial(
     values |= {"stage": "cpt", "output": "(study)", "seed": seed}
     for option, value in {**own, **varied}.items():
         set_option(values, option, copy.deepcopy(value), said)
+    if is_final and study.final_tokens is not None:
+        set_option(values, "data.max_tokens", study.final_tokens, said)
     if isinstance(values.get("upscale"), dict):
         values["upscale"]["seed"] = seed
     try:
@@ -57,7 +75,7 @@ def make_trial(
         refuse_ignored(options)
     except MidusError as error:
         raise MidusError(f"{said}: {error}") from error
-    return Trial(name, varied, seed, options, keep)
+    return Trial(name, varied, seed, options, keep=is_final and study.methods[name].keep)
 
 
 def _settings(study: StudyOptions, method: MethodOptions) -> Iterator[dict[str, Any]]:

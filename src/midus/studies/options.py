@@ -89,6 +89,13 @@ class StudyOptions:
     """Seeds of the search: of the data's order and of all that is random; far from each other."""
     final_seeds: list[int] = field(default_factory=list)
     """Seeds that each method's best setting is trained with in the end; none: no final round."""
+    final_tokens: int | None = None
+    """Tokens that each trial of the final seeds reads; default: as many as those of the search."""
+    finalists: int | None = None
+    """How many methods go on to the final seeds, the best on validation; default: all.
+
+    Methods with ``keep`` go on besides, whatever they reached.
+    """
     equal_trials: bool = True
     """Refuse a study in which some methods try more settings than others."""
     texts: dict[str, str] = field(default_factory=dict)
@@ -132,12 +139,28 @@ class StudyOptions:
             raise MidusError(f"paper={self.paper!r} is unknown; choose from {', '.join(PAPERS)}")
         if self.tasks and not self.final_seeds:
             raise MidusError("tasks are measured of final models; give final_seeds")
+        self._check_final_round()
         _check_search("search", self.search)
         for name, method in self.methods.items():
             if method.keep and not self.final_seeds:
                 raise MidusError(f"methods.{name}.keep keeps final models; give final_seeds")
             _check_search(f"methods.{name}.search", method.search or {})
             _check_search(f"methods.{name}.vary", method.vary)
+
+    def _check_final_round(self) -> None:
+        for name in ("final_tokens", "finalists"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if type(value) is not int or value < 1:
+                raise MidusError(f"{name}={value!r} must be a positive whole number or null")
+            if not self.final_seeds:
+                raise MidusError(f"{name}={value} is of the final round; give final_seeds")
+        if self.finalists is not None and self.finalists > len(self.methods):
+            raise MidusError(
+                f"finalists={self.finalists} is more than the {len(self.methods)} methods there "
+                "are; lower it, or leave it out for all"
+            )
 
     def _check_kinds(self) -> None:
         if not isinstance(self.name, str) or not self.name:

@@ -17,7 +17,7 @@ from midus.studies.figures import (
     tasks_mean,
     to_table,
 )
-from midus.studies.grid import make_trial
+from midus.studies.grid import lengths, make_trial
 from midus.studies.options import StudyOptions
 from midus.studies.paper_ablations import ABLATIONS
 from midus.studies.paper_order import Entry, Order, Pair
@@ -64,18 +64,21 @@ _AVERAGE = _Theirs("average accuracy, %", lambda row: row.average, is_loss=False
 Beside = list[tuple[_Theirs, _Ours]]
 
 
-def beside_the_paper(study: StudyOptions, lines: list[Line], searched: Searched) -> str:
+def beside_the_paper(
+    study: StudyOptions, lines: list[Line], searched: Searched, behind: list[str] | None = None
+) -> str:
     """The section of a report; nothing for a study that names no tables of the paper.
 
     Args:
         study: The study.
         lines: What its methods came to.
         searched: Every trial of the search, with its row where it has ended.
+        behind: Methods that did not go on to the final seeds.
     """
     if study.paper is None:
         return ""
     shown = shown_tasks(study, lines)
-    found = _methods(study, lines, _beside(study, shown, "test"))
+    found = _methods(study, lines, _beside(study, shown, "test"), behind or [])
     if study.paper == "general":
         found += _ablations(study, searched, _beside(study, {}, "validation"))
     if not found:
@@ -84,24 +87,32 @@ def beside_the_paper(study: StudyOptions, lines: list[Line], searched: Searched)
 
 
 def _beside(study: StudyOptions, shown: Row, split: str) -> Beside:
-    """Each figure of the paper's tables with one of ours: the same, or the nearest there is."""
-    in_domain = _Ours(f"{split} ppl", on_test if split == "test" else on_validation, 3)
+    """Each figure of the paper's tables with one of ours: the same, or the nearest there is.
+
+    Methods stand there by their final trials, settings by those of the search.
+    """
+    at = ""
+    if both := lengths(study):
+        at = f", {both[split == 'test']:,} tokens"
+    in_domain = _Ours(f"{split} ppl{at}", on_test if split == "test" else on_validation, 3)
     accuracy = in_domain
     if shown and study.tasks and study.tasks.suite == study.paper and not study.tasks.names:
-        accuracy = _Ours("tasks, mean %", tasks_mean(shown), 2, is_loss=False)
+        accuracy = _Ours(f"tasks, mean %{at}", tasks_mean(shown), 2, is_loss=False)
     found = [(_AVERAGE, accuracy)]
     if study.paper == "math":
         return found
     text = next((name for name in study.texts if name.lower().startswith("wikitext")), None)
     if "wikitext" in shown.get("tasks", {}):
         pick = of_task(shown, "wikitext", "word_perplexity", 1)
-        found.insert(0, (_WIKI, _Ours("WikiText-2, word ppl of the harness", pick, 2)))
+        found.insert(0, (_WIKI, _Ours(f"WikiText-2, word ppl of the harness{at}", pick, 2)))
     elif text is not None:
-        found.insert(0, (_WIKI, _Ours(f"{text}, ppl a word", of_text(text), 2)))
+        found.insert(0, (_WIKI, _Ours(f"{text}, ppl a word{at}", of_text(text), 2)))
     return found
 
 
-def _methods(study: StudyOptions, lines: list[Line], beside: Beside) -> list[str]:
+def _methods(
+    study: StudyOptions, lines: list[Line], beside: Beside, behind: list[str]
+) -> list[str]:
     assert study.paper
     named = [(line, _name(study, line)) for line in lines if line.choice]
     whole = [(line, name) for line, name in named if len(line.rows) == line.num_seeds]
@@ -116,16 +127,18 @@ def _methods(study: StudyOptions, lines: list[Line], beside: Beside) -> list[str
         for theirs, ours in beside:
             title = f"{theirs.heading}: {backbone} after CPT on {_CORPORA[study.paper]} ({tables})"
             parts += _comparison(title, "method", shared, theirs, ours)
-    return [*parts, *_left_out(named)] if parts else []
+    return [*parts, *_left_out(named, behind)] if parts else []
 
 
-def _left_out(named: list[tuple[Line, str | None]]) -> list[str]:
+def _left_out(named: list[tuple[Line, str | None]], behind: list[str]) -> list[str]:
     """Methods of the study that no table above has, and why."""
     failed = [line.label for line, _ in named if len(line.rows) < line.num_seeds]
     other = [line.label for line, name in named if name is None and line.label not in failed]
     notes = []
     if failed:
         notes.append(f"- Left out, since a seed failed: {', '.join(failed)}.")
+    if behind:
+        notes.append(f"- Left out, since they have no final seeds: {', '.join(behind)}.")
     if other:
         notes.append(f"- Left out, since the paper has no such run: {', '.join(other)}.")
     return ["\n".join(notes)] if notes else []

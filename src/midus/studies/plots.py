@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from midus.plot_style import STYLE
-from midus.studies.figures import Line
+from midus.studies.figures import Line, tokens_read
 from midus.studies.report import StudyReport
 
 CURVES_NAME, PARAMETERS_NAME = "curves.png", "parameters.png"
@@ -19,9 +19,16 @@ def plot_study(report: StudyReport, out: Path) -> list[str]:
     if not trained:
         return []
     with rc_context(STYLE):
-        _plot_curves(trained, out / CURVES_NAME, report.study.name)
-        _plot_parameters(report.lines, out / PARAMETERS_NAME, report.study.name)
+        title = f"{report.study.name}{_length(trained)}"
+        _plot_curves(trained, out / CURVES_NAME, title)
+        _plot_parameters(report.lines, out / PARAMETERS_NAME, title)
     return [CURVES_NAME, PARAMETERS_NAME]
+
+
+def _length(lines: list[Line]) -> str:
+    """How long the trials of a picture are, where they are as long as each other."""
+    found = {tokens_read(row) for line in lines for row in line.rows}
+    return f": trials of {found.pop():,} tokens" if len(found) == 1 else ""
 
 
 def _plot_curves(lines: list[Line], path: Path, title: str) -> None:

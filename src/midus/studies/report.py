@@ -4,7 +4,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from midus.studies.choosing import choose, final_rows, search_rows
+from midus.studies.choosing import choose, chosen_rows, final_rows, goes_on, search_rows
 from midus.studies.fairness import count_trials, differences
 from midus.studies.figures import (
     Line,
@@ -19,9 +19,10 @@ from midus.studies.figures import (
     spread,
     task_columns,
     to_table,
+    tokens_read,
 )
 from midus.studies.folder import read_study_folder
-from midus.studies.grid import search_trials
+from midus.studies.grid import lengths, search_trials
 from midus.studies.options import StudyOptions
 from midus.studies.paper_rows import Searched
 from midus.studies.paper_section import beside_the_paper
@@ -44,6 +45,13 @@ class StudyReport:
     """Methods that are not in the table, and why."""
     searched: Searched
     """Every trial of the search, method by method, with its row where it has ended."""
+    in_search: list[tuple[Line, bool | None]]
+    """Where some methods go on: every one with its rows of the search, best first, and whether."""
+
+    @property
+    def left_behind(self) -> list[str]:
+        """Labels of methods that did not go on to the final seeds."""
+        return [line.label for line, goes in self.in_search if goes is False]
 
     @property
     def trials(self) -> list[Row]:
@@ -59,6 +67,8 @@ def make_report(out: Path) -> StudyReport:
     lines: list[Line] = []
     missing: dict[str, str] = {}
     searched: Searched = []
+    in_search: list[tuple[Line, bool | None]] = []
+    going = goes_on(study, identity, rows)
     for name, method in study.methods.items():
         found = search_rows(study, identity, rows, name)
         searched += found
@@ -66,6 +76,12 @@ def make_report(out: Path) -> StudyReport:
         choice = choose(study, identity, rows, name)
         if choice is None:
             missing[name] = f"{left} trials are left" if left else "every trial failed"
+            continue
+        own = [row for _, row in chosen_rows(study, identity, rows, choice) if row is not None]
+        in_search.append((Line(method.label or name, choice, own, len(own)), going[name]))
+        if going[name] is None:
+            missing[name] = "whether it goes on is known when every search has ended"
+        if not going[name]:
             continue
         finals = [row for _, row in final_rows(study, identity, rows, choice)]
         ended = [row for row in finals if row is not None]
@@ -80,12 +96,15 @@ def make_report(out: Path) -> StudyReport:
     lines.sort(key=lambda line: statistics.mean(line.values(on_test)))
     base = rows.get(base_key(search_trials(study)[0].options, identity))
     lines += [Line("the base, untouched", None, [base])] if base and is_done(base) else []
-    return StudyReport(study, lines, missing, searched)
+    in_search.sort(key=lambda pair: statistics.mean(pair[0].values(on_validation)))
+    shown = in_search if study.finalists is not None else []
+    return StudyReport(study, lines, missing, searched, shown)
 
 
 def to_markdown(report: StudyReport, figures: list[str]) -> str:
-    """The page: the table, what it leaves out, pictures, the paper's order, and every trial."""
+    """The page: the table, what it leaves out, pictures, the paper's order, and the search."""
     study = report.study
+    at = f", {both[0]:,} tokens" if (both := lengths(study)) else ""
     parts = [f"# {study.name}", _preface(report)]
     tasks = task_columns(shown_tasks(report.study, report.lines))
     cells = [_cells(line, study, tasks) for line in report.lines]
@@ -93,21 +112,29 @@ def to_markdown(report: StudyReport, figures: list[str]) -> str:
     edges = [
         f"- {line.label}: the best {', '.join(line.choice.at_edge)} is the smallest or largest "
         "that was tried; a wider search may find a better one."
-        for line in report.lines
+        for line in _without_repeats(report)
         if line.choice and line.choice.at_edge
     ]
     missing = [f"- {name}: {why}." for name, why in report.missing.items()]
     missing += missing_tasks(
         ((line.label, line.rows) for line in report.lines), shown_tasks(study, report.lines)
     )
+    if report.left_behind:
+        missing.append(
+            f"- Not among the {study.finalists} best of the search, so without final seeds: "
+            f"{', '.join(report.left_behind)}. What they reached is under Every method in the "
+            "search."
+        )
     if edges or missing:
         parts.append("\n".join(edges + missing))
     if any(map(_is_eager, [*report.trials, *(row for line in report.lines for row in line.rows)])):
         parts.append(f"{_EAGER} Steps were no CUDA graphs: slower, with the same results.")
     parts += [f"![{name}]({name})" for name in figures]
-    if beside := beside_the_paper(study, report.lines, report.searched):
+    if beside := beside_the_paper(study, report.lines, report.searched, report.left_behind):
         parts.append(beside)
-    parts.append("## Every trial of the search")
+    if report.in_search:
+        parts += _search_section(report, at)
+    parts.append(f"## Every trial of the search{at}")
     columns = ["method", "setting", "seed", "validation", "tokens/s", "GB", "ended"]
     parts.append(to_table(columns, [_trial_cells(row) for row in report.trials]))
     return "\n\n".join(parts) + "\n"
@@ -118,11 +145,48 @@ def _preface(report: StudyReport) -> str:
     rows = [row for line in report.lines for row in line.rows]
     machines = ", ".join(sorted({row["hardware"] for row in rows})) or "no machine yet"
     commits = ", ".join(sorted({str(row["conditions"]["commit"]) for row in rows}))
+    chosen = "Settings are chosen by validation loss and reported on test"
+    if both := lengths(study):
+        chosen = (
+            f"Settings were chosen by validation loss in trials of {both[0]:,} tokens; figures are "
+            f"of other trials, of {both[1]:,} tokens, on test"
+        )
     return (
-        "Settings are chosen by validation loss and reported on test, the mean over the seeds that "
-        f"the table counts ± their standard deviation. {_equality(study)}{about_tasks(study)} On "
-        f"{machines}; commit {commits}."
+        f"{chosen}, the mean over the seeds that the table counts ± their standard deviation. "
+        f"{_going(study)}{_equality(study)}{about_tasks(study)} On {machines}; commit {commits}."
     )
+
+
+def _going(study: StudyOptions) -> str:
+    if study.finalists is None:
+        return ""
+    is_kept = any(method.keep for method in study.methods.values())
+    return (
+        f"Not every method went on: the {study.finalists} best of the search by validation loss"
+        f"{', and those whose models are kept' if is_kept else ''}. "
+    )
+
+
+def _search_section(report: StudyReport, at: str) -> list[str]:
+    """Methods side by side as the search has them: the only place for those that stayed behind."""
+    study, words = report.study, {True: "yes", False: "no", None: "not known yet"}
+    columns = _columns(study, {})
+    cells = [
+        [line.label, words[goes], *_cells(line, study, {})[1:]] for line, goes in report.in_search
+    ]
+    about = (
+        "Each at its best setting, with the seeds of the search, by validation loss, which chose "
+        "both the setting and who goes on to the final seeds: of several the best is a little "
+        "lucky. Figures of the final seeds are of other trials; compare within a table."
+    )
+    table = to_table([columns[0], "goes on", *columns[1:]], cells)
+    return [f"## Every method in the search{at}", about, table]
+
+
+def _without_repeats(report: StudyReport) -> list[Line]:
+    """A line a method, be it of the final seeds or of the search."""
+    behind = [line for line, goes in report.in_search if not goes]
+    return [*report.lines, *behind]
 
 
 def _equality(study: StudyOptions) -> str:
@@ -130,6 +194,8 @@ def _equality(study: StudyOptions) -> str:
     trials = search_trials(study)
     found, counts = differences(trials), count_trials(trials)
     same = "Data, their order, tokens, batch, precision and evaluation are the same for every trial"
+    if lengths(study):
+        same += " of the search, and for every final one"
     if found:
         same = f"Trials differ in {', '.join(found)}, so this compares nothing"
     if len(set(counts.values())) == 1:
@@ -144,6 +210,7 @@ def _columns(study: StudyOptions, tasks: dict[str, Pick]) -> list[str]:
         "best setting",
         "trials",
         "seeds",
+        *(["tokens"] if lengths(study) else []),
         "validation ppl",
         "test ppl",
         *(f"{name}, ppl a word" for name in study.texts),
@@ -165,6 +232,7 @@ def _cells(line: Line, study: StudyOptions, tasks: dict[str, Pick]) -> list[str]
         (choice.setting if choice else "") or "-",
         trials,
         _seeds(line),
+        *([_tokens(line)] if lengths(study) else []),
         spread(line.values(on_validation), 3),
         spread(line.values(on_test), 3),
         *(spread(line.values(of_text(name)), 2) for name in study.texts),
@@ -179,6 +247,11 @@ def _seeds(line: Line) -> str:
     if done == line.num_seeds:
         return str(done) if line.choice else "-"
     return f"{done} of {line.num_seeds}, {line.num_seeds - done} failed"
+
+
+def _tokens(line: Line) -> str:
+    found = sorted({tokens_read(row) for row in line.rows}) if line.choice else []
+    return ", ".join(f"{num:,}" for num in found) or "-"
 
 
 def _speed(rows: list[Row]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from midus.data.rows import is_token_folder
 from midus.errors import MidusError
 from midus.studies.checking import check_trials
-from midus.studies.choosing import choose
+from midus.studies.choosing import choose, goes_on
 from midus.studies.figures import said_of_texts_and_tasks
 from midus.studies.folder import opened
 from midus.studies.grid import final_trials, search_trials
@@ -70,13 +70,7 @@ def run_study(
         session.read_base(every[0])
         if not session.run(trials):
             return Progress(session.ran, session.left(trials), is_out_of_time=True)
-        finals: list[Trial] = []
-        for method in chosen if study.final_seeds else []:
-            choice = choose(study, material.identity, read_results(out), method)
-            if choice is None:
-                say(f"{method}: trials are missing or all have failed, so there is no final round")
-                continue
-            finals += final_trials(study, method, choice.varied)
+        finals = _finals(study, material.identity, read_results(out), chosen, say)
         done = session.run(finals, are_final=True)
         left = session.left(finals, are_final=True)
     if session.skipped:
@@ -85,6 +79,31 @@ def run_study(
             f"{session.skipped[0]}"
         )
     return Progress(session.ran, left, is_out_of_time=not done)
+
+
+def _finals(
+    study: StudyOptions,
+    identity: str,
+    rows: dict[str, Row],
+    methods: list[str],
+    say: Callable[[str], None],
+) -> list[Trial]:
+    """Trials of the final seeds, as far as the search has decided them."""
+    finals: list[Trial] = []
+    going = goes_on(study, identity, rows)
+    for method in methods if study.final_seeds else []:
+        choice = choose(study, identity, rows, method)
+        if choice is None:
+            say(f"{method}: trials are missing or all have failed, so there is no final round")
+        elif going[method] is None:
+            say(
+                f"{method}: searches are left that decide if it is among the {study.finalists} best"
+            )
+        elif going[method]:
+            finals += final_trials(study, method, choice.varied)
+        else:
+            say(f"{method}: not among the {study.finalists} best, so there is no final round")
+    return finals
 
 
 class _Session:
@@ -125,6 +144,8 @@ class _Session:
             if self._deadline.is_past():
                 return False
             name = f"{trial.method}, {trial.setting or 'as it is'}, seed {trial.seed}"
+            if are_final and self._study.final_tokens is not None:
+                name += f", {trial.tokens:,} tokens"
             self._say(f"{number} of {len(trials)}: {name}")
             key = trial.key(self._identity)
             with_tasks = are_final and not self._has_these_tasks(rows.get(key, {}))

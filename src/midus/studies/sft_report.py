@@ -8,6 +8,7 @@ from pathlib import Path
 
 from midus.studies.figures import (
     Pick,
+    about_lengths,
     about_tasks,
     missing_tasks,
     of_text,
@@ -105,9 +106,10 @@ def _preface(report: SftReport) -> str:
         "The base and every final model that the study kept, fine-tuned with the same options: "
         f"rows, their order, {steps} steps of {options['batch_size']:,} examples and rates (at "
         f"most {optimizer['lr']:g}; keys and values of memories {optimizer['memory_lr']:g}) are "
-        "the same for all, and no rate was searched for any method. All weights train. Held-out "
-        "loss is of answers to instructions, before → after; test text, other texts and tasks are "
-        "the study's, as it measured them → after fine-tuning. Means over the study's seeds ± "
+        "the same for all, and no rate was searched for any method. All weights train."
+        f"{about_lengths(report.study)} Held-out loss is of answers to instructions, before → "
+        "after; test text, other texts and tasks are the study's, as it measured them → after "
+        "fine-tuning. Means over the study's seeds ± "
         f"their standard deviation; by held-out loss.{about_tasks(report.study)} On {machines}; "
         f"commit {commits}."
     )

@@ -30,6 +30,12 @@ class Trial:
         """The searched settings in one line, the same for every seed."""
         return ", ".join(f"{_short(name)}={_said(value)}" for name, value in self.varied.items())
 
+    @property
+    def tokens(self) -> int:
+        """Tokens it reads: whole steps."""
+        options = self.options
+        return int(options.trainer["max_steps"]) * options.batch_size * options.data.seq_len
+
     def key(self, identity: str) -> str:
         """See `trial_key`."""
         return trial_key(self.options, identity)
