@@ -18,6 +18,7 @@ from midus.studies.report import make_report, to_markdown
 from midus.studies.results import add_result
 from midus.studies.run import run_study
 from midus.studies.scaling_series import read_series
+from midus.studies.standings import BEHIND, labels
 from midus.studies.timing import Deadline
 
 PLACES = {"base": "somewhere", "tokens": "elsewhere"}
@@ -183,11 +184,12 @@ def test_who_stayed_behind_is_named_and_has_a_table_of_the_search(tmp_path):
     assert "- Not among the 1 best of the search, so without final seeds: MIDUS-HML. What" in text
     final, _, search = text.partition("## Every method in the search, 512 tokens")
     assert "| MIDUS-HML |" not in final
+    assert "and here since their models are kept: Llama Pro." in final
     rows = [line for line in search.split("## Every trial")[0].splitlines() if "lr=" in line]
     assert [row.split(" | ")[:2] for row in rows] == [
         ["| full", "yes"],
         ["| MIDUS-HML", "no"],
-        ["| Llama Pro", "yes"],
+        ["| Llama Pro", "kept"],
     ]
     assert "| 1 | 1 | 512 | 20.000 | 20.000 |" in rows[1]
     assert "here: test ppl, 1,024 tokens" in final
@@ -199,7 +201,7 @@ def test_final_rows_of_who_goes_on_no_more_are_not_shown(tmp_path):
     study = {**SHORT_AND_LONG, "finalists": 1}
     report = report_of(tmp_path, PLACES, [(1, 1), (2, 2), (3, 3)], finals, **study)
     assert [line.label for line in report.lines] == ["full"]
-    assert report.left_behind == ["MIDUS-HML", "Llama Pro"]
+    assert labels(report.in_search, BEHIND) == ["MIDUS-HML", "Llama Pro"]
 
 
 def test_while_searches_are_left_nobody_is_called_behind(tmp_path):
@@ -210,7 +212,7 @@ def test_while_searches_are_left_nobody_is_called_behind(tmp_path):
     report = make_report(tmp_path)
     assert report.missing["full"] == "whether it goes on is known when every search has ended"
     assert report.missing["pro"] == "1 trials are left"
-    assert report.left_behind == []
+    assert labels(report.in_search, BEHIND) == []
     assert "| full | not known yet |" in to_markdown(report, [])
 
 

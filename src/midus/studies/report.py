@@ -4,7 +4,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from midus.studies.choosing import choose, chosen_rows, final_rows, goes_on, search_rows
+from midus.studies.choosing import Choice, choose, chosen_rows, final_rows, goes_on, search_rows
 from midus.studies.fairness import count_trials, differences
 from midus.studies.figures import (
     Line,
@@ -27,6 +27,15 @@ from midus.studies.options import StudyOptions
 from midus.studies.paper_rows import Searched
 from midus.studies.paper_section import beside_the_paper
 from midus.studies.results import Row, is_done, read_results
+from midus.studies.standings import (
+    BEHIND,
+    OPEN,
+    Standings,
+    about_going,
+    labels,
+    said_of_standings,
+    standings,
+)
 from midus.studies.trials import base_key
 
 REPORT_NAME = "report.md"
@@ -45,13 +54,8 @@ class StudyReport:
     """Methods that are not in the table, and why."""
     searched: Searched
     """Every trial of the search, method by method, with its row where it has ended."""
-    in_search: list[tuple[Line, bool | None]]
+    in_search: Standings
     """Where some methods go on: every one with its rows of the search, best first, and whether."""
-
-    @property
-    def left_behind(self) -> list[str]:
-        """Labels of methods that did not go on to the final seeds."""
-        return [line.label for line, goes in self.in_search if goes is False]
 
     @property
     def trials(self) -> list[Row]:
@@ -67,7 +71,7 @@ def make_report(out: Path) -> StudyReport:
     lines: list[Line] = []
     missing: dict[str, str] = {}
     searched: Searched = []
-    in_search: list[tuple[Line, bool | None]] = []
+    in_search: list[tuple[Choice, Line, bool | None]] = []
     going = goes_on(study, identity, rows)
     for name, method in study.methods.items():
         found = search_rows(study, identity, rows, name)
@@ -78,7 +82,7 @@ def make_report(out: Path) -> StudyReport:
             missing[name] = f"{left} trials are left" if left else "every trial failed"
             continue
         own = [row for _, row in chosen_rows(study, identity, rows, choice) if row is not None]
-        in_search.append((Line(method.label or name, choice, own, len(own)), going[name]))
+        in_search.append((choice, Line(method.label or name, choice, own, len(own)), going[name]))
         if going[name] is None:
             missing[name] = "whether it goes on is known when every search has ended"
         if not going[name]:
@@ -96,9 +100,7 @@ def make_report(out: Path) -> StudyReport:
     lines.sort(key=lambda line: statistics.mean(line.values(on_test)))
     base = rows.get(base_key(search_trials(study)[0].options, identity))
     lines += [Line("the base, untouched", None, [base])] if base and is_done(base) else []
-    in_search.sort(key=lambda pair: statistics.mean(pair[0].values(on_validation)))
-    shown = in_search if study.finalists is not None else []
-    return StudyReport(study, lines, missing, searched, shown)
+    return StudyReport(study, lines, missing, searched, standings(study, in_search))
 
 
 def to_markdown(report: StudyReport, figures: list[str]) -> str:
@@ -112,25 +114,21 @@ def to_markdown(report: StudyReport, figures: list[str]) -> str:
     edges = [
         f"- {line.label}: the best {', '.join(line.choice.at_edge)} is the smallest or largest "
         "that was tried; a wider search may find a better one."
-        for line in _without_repeats(report)
+        for line in [*report.lines, *_without_finals(report)]
         if line.choice and line.choice.at_edge
     ]
     missing = [f"- {name}: {why}." for name, why in report.missing.items()]
     missing += missing_tasks(
         ((line.label, line.rows) for line in report.lines), shown_tasks(study, report.lines)
     )
-    if report.left_behind:
-        missing.append(
-            f"- Not among the {study.finalists} best of the search, so without final seeds: "
-            f"{', '.join(report.left_behind)}. What they reached is under Every method in the "
-            "search."
-        )
+    missing += said_of_standings(study, report.in_search)
     if edges or missing:
         parts.append("\n".join(edges + missing))
     if any(map(_is_eager, [*report.trials, *(row for line in report.lines for row in line.rows)])):
         parts.append(f"{_EAGER} Steps were no CUDA graphs: slower, with the same results.")
     parts += [f"![{name}]({name})" for name in figures]
-    if beside := beside_the_paper(study, report.lines, report.searched, report.left_behind):
+    behind = labels(report.in_search, BEHIND)
+    if beside := beside_the_paper(study, report.lines, report.searched, behind):
         parts.append(beside)
     if report.in_search:
         parts += _search_section(report, at)
@@ -153,27 +151,15 @@ def _preface(report: StudyReport) -> str:
         )
     return (
         f"{chosen}, the mean over the seeds that the table counts ± their standard deviation. "
-        f"{_going(study)}{_equality(study)}{about_tasks(study)} On {machines}; commit {commits}."
-    )
-
-
-def _going(study: StudyOptions) -> str:
-    if study.finalists is None:
-        return ""
-    is_kept = any(method.keep for method in study.methods.values())
-    return (
-        f"Not every method went on: the {study.finalists} best of the search by validation loss"
-        f"{', and those whose models are kept' if is_kept else ''}. "
+        f"{about_going(study)}{_equality(study)}{about_tasks(study)} On {machines}; commit "
+        f"{commits}."
     )
 
 
 def _search_section(report: StudyReport, at: str) -> list[str]:
     """Methods side by side as the search has them: the only place for those that stayed behind."""
-    study, words = report.study, {True: "yes", False: "no", None: "not known yet"}
-    columns = _columns(study, {})
-    cells = [
-        [line.label, words[goes], *_cells(line, study, {})[1:]] for line, goes in report.in_search
-    ]
+    study, columns = report.study, _columns(report.study, {})
+    cells = [[line.label, word, *_cells(line, study, {})[1:]] for line, word in report.in_search]
     about = (
         "Each at its best setting, with the seeds of the search, by validation loss, which chose "
         "both the setting and who goes on to the final seeds: of several the best is a little "
@@ -183,10 +169,8 @@ def _search_section(report: StudyReport, at: str) -> list[str]:
     return [f"## Every method in the search{at}", about, table]
 
 
-def _without_repeats(report: StudyReport) -> list[Line]:
-    """A line a method, be it of the final seeds or of the search."""
-    behind = [line for line, goes in report.in_search if not goes]
-    return [*report.lines, *behind]
+def _without_finals(report: StudyReport) -> list[Line]:
+    return [line for line, word in report.in_search if word in (BEHIND, OPEN)]
 
 
 def _equality(study: StudyOptions) -> str:
