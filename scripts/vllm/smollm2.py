@@ -198,9 +198,8 @@ def protocol() -> dict:
 
 
 def print_rows(console: Console, rows: list[dict]) -> None:
-    table = Table(
-        "served", "equal, one by one", "equal, at once", *(f"tok/s, {n}" for n in STREAMS)
-    )
+    heads = ("served", "equal, one by one", "equal, at once", "other than the base's")
+    table = Table(*heads, *(f"tok/s, {streams}" for streams in STREAMS))
     for row in rows:
         rates = [row.get(f"tokens_per_second_{streams}") for streams in STREAMS]
         table.add_row(
