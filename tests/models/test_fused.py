@@ -308,6 +308,51 @@ def test_a_cache_that_lies_otherwise_is_updated_by_itself(calls, monkeypatch):
     assert relative_error(found, expected) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
+def test_a_cache_made_ready_before_its_first_token_can_be_decoded_into(
+    cache_class, calls, monkeypatch
+):
+    model = tiny().eval()
+    model.build_value_cache()
+    config = model.config
+    options = {"max_cache_len": 4} if cache_class is StaticCache else {}
+
+    def run():
+        cache = cache_class(config=config, **options)
+        cache.early_initialization(
+            1, config.num_key_value_heads, config.head_dim, torch.float32, torch.device("cpu")
+        )
+        with torch.no_grad():
+            return [
+                model(torch.tensor([[token]]), past_key_values=cache).logits for token in (5, 7)
+            ]
+
+    for found, expected in zip(run(), plain(monkeypatch, run), strict=True):
+        assert relative_error(found, expected) < TOLERANCE[torch.float32]
+    assert calls["decode"] > 0
+
+
+def test_a_cache_that_could_not_grow_is_as_it_was(calls, monkeypatch):
+    # Memory may be short where the slots are filled; their tensors must not be taken for full.
+    model = tiny().eval()
+    model.build_value_cache()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt_ids(1), past_key_values=cache)
+        layer = cache.layers[model.config.memory_positions[0]]
+        before = layer.keys, layer.values
+
+        def fail(*args):
+            raise torch.OutOfMemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fused, "attend_and_read", fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                model(torch.tensor([[5]]), past_key_values=cache)
+    assert layer.keys is before[0]
+    assert layer.values is before[1]
+
+
 @pytest.mark.parametrize("name", ["keys", "values"])
 def test_a_cache_of_another_type_is_not_read_by_the_kernel(name):
     block, tokens = tiny().model.layers[1], torch.zeros(1, 1, 32)

@@ -146,14 +146,14 @@ def decode_step(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> Te
             key = _empty_keys(block, hidden_states, slot + 1)
             value = torch.empty_like(key)
             query = project_one(block, hidden_states, key, value, slot, kwargs)
-            layer.keys, layer.values, length = key, value, slot + 1
+            length = slot + 1
     else:
         _, *normed = fused_norm(block.input_layernorm, projections(block.self_attn), hidden_states)
         query, key, value = _project(block.self_attn, normed, kwargs)
         query = query[:, 0]  # [B, H, E]
         key, value = layer.update(key.transpose(1, 2), value.transpose(1, 2))
         length = layer.cumulative_length - 1 if is_static else key.shape[2]
-    return attend_and_read(
+    out = attend_and_read(
         query,
         key,
         value,
@@ -167,6 +167,9 @@ def decode_step(block: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> Te
         keys.top_k,
         past,
     )
+    if past is not None:  # not before all slots are filled: what failed may be tried again
+        layer.keys, layer.values = key, value
+    return out
 
 
 def cache_layer(block: Any, kwargs: dict[str, Any]) -> Any:
@@ -179,7 +182,8 @@ def cache_layer(block: Any, kwargs: dict[str, Any]) -> Any:
         return None
     layer: Any = cache.layers[index] if len(cache.layers) > index else None
     known = type(layer) in (DynamicLayer, StaticLayer) and layer.is_initialized
-    return layer if known else None
+    # One that was only made ready, by ``early_initialization``, knows no shape yet.
+    return layer if known and layer.keys.dim() == 4 else None
 
 
 def is_plain_mask(mask: Any) -> bool:
