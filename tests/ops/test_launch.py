@@ -257,7 +257,7 @@ def test_kernels_of_the_same_sizes_are_looked_up_not_made():
     from midus.ops.headwise_memory import backward_kernels, forward_kernels
     from midus.ops.rms_norm import kernels as rms_norm
     from midus.ops.rotary import kernels as rotary
-    from midus.ops.token_step import attention_kernels, product_kernels
+    from midus.ops.token_step import memory_kernels, product_kernels
 
     device = torch.device("cpu")
     for make, sizes in (
@@ -268,7 +268,7 @@ def test_kernels_of_the_same_sizes_are_looked_up_not_made():
         (forward_kernels._cached_constants, (4, 8, 4, 8, 2, False, 16)),
         (backward_kernels._backward_constants, (4, 8, 4, 8, 8, 2, torch.float32)),
         (product_kernels._project_constants, (32, 4, 2, 8, False, True, device)),
-        (attention_kernels._read_constants, (4, 8, 4, 8, 2, False, True, 8, device)),
+        (memory_kernels._read_constants, (4, 8, 4, 8, 2, False, True, 8, device)),
     ):
         assert make(*sizes) is make(*sizes)
         assert isinstance(make(*sizes), Constants)

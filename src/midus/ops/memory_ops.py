@@ -239,7 +239,7 @@ def attend_and_read(
     cartesian = search != "auto" and _use_cartesian(search, queries, row_keys, use_triton)
     # Imported from the module itself, not from its package, which takes longer at every call.
     if use_triton:
-        from midus.ops.token_step.attention_kernels import attend_and_read as run
+        from midus.ops.token_step.memory_kernels import attend_and_read as run
     else:
         from midus.ops.token_step.reference import attend_and_read as run
     return run(
