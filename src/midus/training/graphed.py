@@ -44,11 +44,7 @@ class GraphedStep:
             with causal_attention(model), torch.cuda.device(device):
                 self._capture(loss_of, torch.cuda.Stream(device), before)
         except RuntimeError:
-            # Where the end of a capture fails, PyTorch does not leave its stream, and the generator
-            # of random numbers goes on counting for the graph; a copy of it does not.
-            torch.cuda.set_stream(outer)
-            generator = torch.cuda.default_generators[device.index]
-            generator.graphsafe_set_state(generator.clone_state())
+            _leave_capture(device, outer)
             for parameter, old in zip(self._trained, before, strict=True):
                 parameter.grad = old
             raise
@@ -130,6 +126,18 @@ def why_not_graphed(model: Any, names: Iterable[str]) -> str:
     if not all(is_llama_like(model.config, attention) for attention in attentions):
         return "some of its blocks attend otherwise than Llama's"
     return ""
+
+
+def _leave_capture(device: torch.device, outer: torch.cuda.Stream) -> None:
+    """Puts right what PyTorch leaves behind where the end of a capture fails.
+
+    It does not leave the capture's stream, and the generator of random numbers goes on counting for
+    the graph; a copy of it does not.
+    """
+    torch.cuda.set_stream(outer)
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index]
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 def why_failed(error: RuntimeError) -> str:
