@@ -224,7 +224,7 @@ def test_a_folder_in_use_is_refused(material, tmp_path):
     study = make_study(material, methods={"full": {}}, search={})
     with (
         FileLock(tmp_path / ".lock"),
-        pytest.raises(MidusError, match="in use by another midus study run"),
+        pytest.raises(MidusError, match="in use by another midus study command"),
     ):
         run_study(study, tmp_path)
     assert run_study(study, tmp_path).ran == 1

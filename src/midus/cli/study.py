@@ -41,7 +41,8 @@ def run(
 ) -> None:
     """Run every trial of a grid that has not run yet, one after the other in this process.
 
-    Stopped or killed, the same command goes on; a trial that has ended is never run again.
+    Stopped or killed, the same command goes on; a trial that has ended is never run again. Given
+    several times at once, each process runs trials that no other has.
     """
     chosen = parse_names("only", only)
     from midus.cli import console

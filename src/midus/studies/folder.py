@@ -1,4 +1,4 @@
-"""A study's folder: what it was begun with, and whose it is while a study runs there."""
+"""A study's folder: what it was begun with, and whose it is while a command works there."""
 
 import json
 from collections.abc import Iterator
@@ -12,29 +12,58 @@ from midus.reports import write_json
 from midus.studies.material import Material
 from midus.studies.options import StudyOptions
 from midus.studies.trials import hash_facts
+from midus.studies.workers import Worker, others_at_work
 
 STUDY_NAME = "study.json"
 LOCK_NAME = ".lock"
+# Seconds to wait for the lock where it is held but for a moment.
+_PATIENCE = 2.0
 
 
 @contextmanager
 def opened(out: Path, study: StudyOptions, material: Material) -> Iterator[None]:
     """The folder for this process alone, with the study it holds written down."""
+    with _locked(out, timeout=0):
+        if others_at_work(out):
+            raise _in_use(out)
+        _write_study(out, study, material)
+        yield
+
+
+@contextmanager
+def joined(out: Path, study: StudyOptions, material: Material) -> Iterator[Worker]:
+    """A place in the folder beside other processes that run trials of the study."""
+    worker = Worker(out, material.device)
+    with _locked(out, timeout=_PATIENCE):
+        _write_study(out, study, material)
+        worker.enter()
+    try:
+        yield worker
+    finally:
+        with _locked(out, timeout=_PATIENCE):
+            worker.leave()
+
+
+@contextmanager
+def _locked(out: Path, timeout: float) -> Iterator[None]:
     lock = FileLock(out / LOCK_NAME)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=timeout)
     except Timeout as error:
-        raise MidusError(
-            f"{out} is in use by another midus study run; wait for it, or choose another folder"
-        ) from error
+        raise _in_use(out) from error
     except OSError as error:
         raise MidusError(f"{out} cannot be used ({error.strerror}); choose another") from error
     try:
-        _write_study(out, study, material)
         yield
     finally:
         lock.release()
+
+
+def _in_use(out: Path) -> MidusError:
+    return MidusError(
+        f"{out} is in use by another midus study command; wait for it, or choose another folder"
+    )
 
 
 def read_study_folder(out: Path) -> tuple[StudyOptions, str]:

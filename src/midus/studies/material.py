@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from midus.config import UpscaleConfig
@@ -109,9 +110,11 @@ class Material:
         facts = {**base, "upscale": asdict(config)}
         digest = hash_facts(facts)
         folder = cache_folder() / "grown" / digest
-        if not (folder / "config.json").is_file():
-            upscale_checkpoint(self.source, folder, config, delta=True, track=track)
-            write_json(folder.parent / f"{digest}.json", facts)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):  # other processes may want the same
+            if not (folder / "config.json").is_file():
+                upscale_checkpoint(self.source, folder, config, delta=True, track=track)
+                write_json(folder.parent / f"{digest}.json", facts)
         return load_model(folder, base=self.source, device="cpu")
 
 

@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from midus.errors import MidusError
 from midus.models.weights import fsync
 from midus.reports import finite
@@ -16,6 +18,7 @@ from midus.studies.trials import UNTOUCHED, trial_key
 from midus.training.options import TrainOptions
 
 RESULTS_NAME = "results.jsonl"
+_LOCK_NAME = ".writing"
 Row = dict[str, Any]
 # What every line has, whatever became of its trial; and what one that is done has besides.
 _FIELDS = ["key", "identity", "method", "setting", "seed", "status", "options"]
@@ -58,7 +61,8 @@ def add_result(out: Path, row: Row) -> None:
     """Appends a line, after whatever a kill may have left of another."""
     path = out / RESULTS_NAME
     try:
-        with path.open("a+b") as file:
+        # Processes that share a study write one after the other.
+        with FileLock(out / _LOCK_NAME), path.open("a+b") as file:
             size = file.seek(0, os.SEEK_END)
             if size:
                 file.seek(size - 1)

@@ -1,5 +1,6 @@
-"""A whole study: every trial that has no row yet, one after the other in one process."""
+"""A whole study: every trial that has no row yet, in this process and in others that join it."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from midus.errors import MidusError
 from midus.studies.checking import check_trials
 from midus.studies.choosing import choose, goes_on
 from midus.studies.figures import said_of_texts_and_tasks
-from midus.studies.folder import opened
+from midus.studies.folder import joined
 from midus.studies.grid import final_trials, search_trials
 from midus.studies.material import Material
 from midus.studies.options import StudyOptions
@@ -18,8 +19,12 @@ from midus.studies.tasks import Tasks
 from midus.studies.timing import Deadline
 from midus.studies.trial import TrialRun, curve_steps
 from midus.studies.trials import Trial, base_key
+from midus.studies.workers import Worker
 from midus.training.options import TrainOptions
 from midus.upscaling.method import Track
+
+# Seconds between two looks at what other processes have ended.
+_WAIT = 1.0
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,8 @@ def run_study(
     tasks = Tasks(study.tasks, model) if study.tasks else None
     material = Material(model, tokens, study.texts)
     check_trials(trials, material.base.config)
-    with opened(out, study, material):
-        session = _Session(study, material, out, deadline, say, track, tasks)
+    with joined(out, study, material) as worker:
+        session = _Session(study, material, out, deadline, say, track, tasks, worker)
         session.read_base(every[0])
         if not session.run(trials):
             return Progress(session.ran, session.left(trials), is_out_of_time=True)
@@ -118,49 +123,80 @@ class _Session:
         say: Callable[[str], None],
         track: Track,
         tasks: Tasks | None,
+        worker: Worker,
     ) -> None:
         self._study, self._identity, self._out = study, material.identity, out
         self._deadline, self._say, self._tasks = deadline, say, tasks
-        self._runner = TrialRun(study, material, out, say, track, tasks)
+        self._worker = worker
+        self._runner = TrialRun(study, material, out, say, track, tasks, worker.is_alone)
         self.ran = 0
         self.skipped: list[str] = []
         """What could not run, and why."""
 
     def read_base(self, like: Trial) -> None:
         """The untouched base's row, once, and again where other tasks are asked for."""
-        found = read_results(self._out).get(base_key(like.options, self._identity))
-        if found is None or (is_done(found) and not self._has_these_tasks(found)):
-            row = self._runner.untouched(like)
-            add_result(self._out, row)
-            self._say(f"the base as it came: {_said(row)}")
+        key = base_key(like.options, self._identity)
+        with self._worker.claimed(key) as is_ours:
+            found = read_results(self._out).get(key)
+            is_lacking = found is None or (is_done(found) and not self._has_these_tasks(found))
+            if is_ours and is_lacking:
+                row = self._runner.untouched(like)
+                add_result(self._out, row)
+                self._say(f"the base as it came: {_said(row)}")
 
     def run(self, trials: list[Trial], are_final: bool = False) -> bool:
-        """Runs what has not run; False where time was up before the end."""
+        """Runs what has not run and waits for what others run; False where time was up before."""
         self._tell_lacking(trials, are_final)
+        tried: set[str] = set()
+        has_waited = False
+        while (is_over := self._go_through(trials, are_final, tried)) is None:
+            if not has_waited:
+                self._say("waiting for trials that other processes run")
+                has_waited = True
+            time.sleep(_WAIT)
+        return is_over
+
+    def _go_through(self, trials: list[Trial], are_final: bool, tried: set[str]) -> bool | None:
+        """Whether all have ended; False where time is up, None where others have some of them."""
+        others_have_some = False
+        rows = read_results(self._out)
         for number, trial in enumerate(trials, start=1):
-            rows = read_results(self._out)
-            if self._is_done(trial, rows, are_final):
+            key = trial.key(self._identity)
+            if key in tried or self._is_done(trial, rows, are_final):
                 continue
             if self._deadline.is_past():
                 return False
-            name = f"{trial.method}, {trial.setting or 'as it is'}, seed {trial.seed}"
-            if are_final and self._study.final_tokens is not None:
-                name += f", {trial.tokens:,} tokens"
-            self._say(f"{number} of {len(trials)}: {name}")
-            key = trial.key(self._identity)
-            with_tasks = are_final and not self._has_these_tasks(rows.get(key, {}))
-            try:
-                row = self._runner.run(trial, key, self._deadline, with_tasks)
-            except NotWritten:
-                raise
-            except MidusError as error:  # a missing package, say: the others can still run
-                self._say(f"  skipped: {error}")
-                self.skipped.append(f"{name}: {error}")
-                continue
-            if row is None:
-                return False
-            self.ran += 1
-            self._say(f"  {_said(row)}")
+            with self._worker.claimed(key) as is_ours:
+                # It may have ended since its row was looked for.
+                rows = read_results(self._out)
+                if not is_ours:
+                    others_have_some = True
+                elif not self._is_done(trial, rows, are_final):
+                    tried.add(key)
+                    if not self._run_one(trial, f"{number} of {len(trials)}", rows, are_final):
+                        return False
+        return None if others_have_some else True
+
+    def _run_one(self, trial: Trial, count: str, rows: dict[str, Row], is_final: bool) -> bool:
+        """Runs a trial; False where time was up before its end."""
+        name = f"{trial.method}, {trial.setting or 'as it is'}, seed {trial.seed}"
+        if is_final and self._study.final_tokens is not None:
+            name += f", {trial.tokens:,} tokens"
+        self._say(f"{count}: {name}")
+        key = trial.key(self._identity)
+        with_tasks = is_final and not self._has_these_tasks(rows.get(key, {}))
+        try:
+            row = self._runner.run(trial, key, self._deadline, with_tasks)
+        except NotWritten:
+            raise
+        except MidusError as error:  # a missing package, say: the others can still run
+            self._say(f"  skipped: {error}")
+            self.skipped.append(f"{name}: {error}")
+            return True
+        if row is None:
+            return False
+        self.ran += 1
+        self._say(f"  {_said(row)}")
         return True
 
     def left(self, trials: list[Trial], are_final: bool = False) -> int:

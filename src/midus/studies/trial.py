@@ -57,6 +57,7 @@ class TrialRun:
         say: Is told in a sentence what happens.
         track: Wraps loops in a progress bar.
         tasks: What final models are measured on besides.
+        is_alone: Whether its device is this process' alone, or its speed is nobody's.
     """
 
     def __init__(
@@ -67,9 +68,11 @@ class TrialRun:
         say: Say,
         track: Track,
         tasks: Tasks | None = None,
+        is_alone: Callable[[], bool] = lambda: True,
     ) -> None:
         self._study, self._material, self._out = study, material, out
         self._say, self._track, self._tasks = say, track, tasks
+        self._is_alone = is_alone
         self._told: set[str] = set()
         keeps = any(method.keep for method in study.methods.values())
         # Before the first trial: a training must not be lost to a tokenizer that is not there.
@@ -146,6 +149,7 @@ class TrialRun:
         earlier = load_unfinished(self._out, key, loop, self._say) or {}
         watch = Stopwatch(device, earlier.get("tokens", 0), earlier.get("seconds", 0.0))
         curve: list[Row] = earlier.get("curve", [])
+        is_alone = earlier.get("alone", True) and self._is_alone()
         norms = PartNorms(model) if "gradients" in study.measure else None
         points = curve_steps(loop.num_steps, study.curve_points)
         pace = Pace(deadline.has_limit and device.type == "cuda")
@@ -160,6 +164,7 @@ class TrialRun:
             if deadline.is_past():
                 watch.stop()
                 facts = {"tokens": watch.tokens, "seconds": watch.seconds, "curve": curve}
+                facts["alone"] = is_alone and self._is_alone()
                 save_unfinished(self._out, key, loop, facts)
                 return _Trained(loop, None, facts)
             is_point = loop.done + 1 in points
@@ -171,11 +176,13 @@ class TrialRun:
                 row |= {"status": "diverged", "step": loop.done, "curve": curve}
                 return _Trained(loop, row, {})
             if is_point:
+                is_alone = is_alone and self._is_alone()
                 with watch.paused():
                     curve.append(self._point(loop, trial, curve, norms))
         watch.stop()
         self._tell_once(loop.why_not_graphed)
-        row |= {"tokens_per_second": watch.rate(), "peak_gb": _peak_gb(device), "curve": curve}
+        rate = watch.rate() if is_alone else None  # the last step is a point, so it was looked at
+        row |= {"tokens_per_second": rate, "peak_gb": _peak_gb(device), "curve": curve}
         row |= self._scores(model, trial)
         row |= {"measures": self._measures(model, trial)}
         facts = {"tokens": watch.tokens, "seconds": watch.seconds, "curve": curve}

@@ -1,0 +1,96 @@
+"""Several processes at work on one study: who is there, and whose a trial is.
+
+Each holds a lock of its own while it works, by which others see it, and one for the trial it runs.
+Locks go with the process, so what a killed one had begun is free again.
+"""
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+
+_WORKERS, _CLAIMS = ".workers", ".claims"
+# Seconds for which others may hold a lock to see whether its owner does.
+_PATIENCE = 2.0
+
+
+class Worker:
+    """This process' place in a study's folder.
+
+    Args:
+        out: Folder of the study.
+        device: What its trials run on.
+    """
+
+    def __init__(self, out: Path, device: torch.device) -> None:
+        self._out, self._device = out, _device_name(device)
+        self._own = out / _WORKERS / f"{os.getpid()}@{self._device}"
+        self._lock = FileLock(self._own)
+
+    def enter(self) -> None:
+        """From here on others see this process."""
+        self._own.parent.mkdir(exist_ok=True)
+        self._lock.acquire(timeout=_PATIENCE)
+
+    def leave(self) -> None:
+        """The last one to leave takes the locks away."""
+        self._lock.release()
+        self._own.unlink(missing_ok=True)
+        if not others_at_work(self._out):
+            for name in (_WORKERS, _CLAIMS):
+                shutil.rmtree(self._out / name, ignore_errors=True)
+
+    def is_alone(self) -> bool:
+        """Whether no other process works on this study on the same device."""
+        return not any(
+            path != self._own and path.name.split("@", 1)[-1] == self._device and _is_held(path)
+            for path in _files(self._out)
+        )
+
+    @contextmanager
+    def claimed(self, key: str) -> Iterator[bool]:
+        """A trial for this process; False while another has it."""
+        folder = self._out / _CLAIMS
+        folder.mkdir(exist_ok=True)
+        lock = FileLock(folder / key)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
+
+
+def others_at_work(out: Path) -> bool:
+    """Whether any process works on the study; one that was killed does not."""
+    return any(_is_held(path) for path in _files(out))
+
+
+def _files(out: Path) -> list[Path]:
+    folder = out / _WORKERS
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _is_held(path: Path) -> bool:
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    lock.release()
+    return False
+
+
+def _device_name(device: torch.device) -> str:
+    host = socket.gethostname()
+    if device.type != "cuda":
+        return f"{host}-{device.type}"
+    return f"{host}-{torch.cuda.get_device_properties(device).uuid}"

@@ -1,0 +1,183 @@
+"""Several processes on one study: each trial once, whole rows, and no speed that was shared."""
+
+import json
+import multiprocessing
+import threading
+
+import pytest
+import torch
+from filelock import FileLock
+from small import HML, make_study, rows_of
+
+from midus.errors import MidusError
+from midus.studies import run as run_module
+from midus.studies.folder import joined, opened
+from midus.studies.grid import search_trials
+from midus.studies.loop import Loop
+from midus.studies.material import Material
+from midus.studies.results import add_result, read_results
+from midus.studies.run import run_study
+from midus.studies.timing import Deadline
+from midus.studies.workers import Worker, others_at_work
+
+CPU = torch.device("cpu")
+
+
+def by_key(rows):
+    return {row["key"]: row for row in rows}
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another process at work in the folder, as its locks show it."""
+    (tmp_path / ".workers").mkdir()
+    name = Worker(tmp_path, CPU)._own.name.split("@", 1)[1]
+    with FileLock(tmp_path / ".workers" / f"0@{name}"):
+        yield
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(run_module, "_WAIT", 0.01)
+
+
+def _run_in_a_process(study, out, ran):
+    torch.set_num_threads(1)
+    ran.put(run_study(study, out).ran)
+
+
+def test_two_processes_run_each_trial_once_with_the_same_rows(finished, tmp_path):
+    study, out, _ = finished
+    context = multiprocessing.get_context("spawn")
+    ran = context.Queue()
+    pair = [
+        context.Process(target=_run_in_a_process, args=(study, tmp_path, ran)) for _ in range(2)
+    ]
+    for process in pair:
+        process.start()
+    counts = [ran.get(timeout=120) for _ in pair]
+    for process in pair:
+        process.join(timeout=60)
+    assert sum(counts) == 4
+    lines = rows_of(tmp_path)
+    assert len(lines) == 5
+    assert by_key(lines) == by_key(rows_of(out))
+    assert not [*tmp_path.glob(".workers/*"), *tmp_path.glob(".claims/*")]
+
+
+def test_a_trial_of_another_process_is_waited_for_and_not_run(finished, tmp_path, quick):
+    study, out, _ = finished
+    *rows, last = map(json.loads, (out / "results.jsonl").read_text().splitlines())
+    for row in rows:
+        add_result(tmp_path, row)
+    said = []
+    claims = tmp_path / ".claims"
+    claims.mkdir()
+    lock = FileLock(claims / last["key"])
+    lock.acquire()
+    worker = threading.Thread(target=_end_soon, args=(said, tmp_path, last, lock))
+    worker.start()
+    progress = run_study(study, tmp_path, say=said.append)
+    worker.join()
+    assert (progress.ran, progress.left) == (0, 0)
+    assert sum("waiting for trials" in sentence for sentence in said) == 1
+
+
+def _end_soon(said, out, row, lock):
+    while not any("waiting" in sentence for sentence in said):
+        pass
+    add_result(out, row)
+    lock.release()
+
+
+def test_a_trial_whose_process_was_killed_is_run_by_the_one_that_waits(finished, tmp_path, quick):
+    study, out, _ = finished
+    last = by_key(rows_of(out))[search_trials(study)[-1].key(_identity(study))]
+    claims = tmp_path / ".claims"
+    claims.mkdir()
+    lock = FileLock(claims / last["key"])
+    lock.acquire()
+
+    def say(sentence):
+        if "waiting" in sentence:
+            lock.release()  # as the system does for a process that is gone
+
+    assert run_study(study, tmp_path, say=say).ran == 4
+    assert by_key(rows_of(tmp_path)) == by_key(rows_of(out))
+
+
+def test_time_that_is_up_ends_the_waiting(finished, tmp_path, quick):
+    study, _, _ = finished
+    claims = tmp_path / ".claims"
+    claims.mkdir()
+    keys = [trial.key(_identity(study)) for trial in search_trials(study)]
+    locks = [FileLock(claims / key) for key in keys]
+    for lock in locks:
+        lock.acquire()
+    progress = run_study(study, tmp_path, deadline=Deadline(0.5))
+    assert (progress.ran, progress.left, progress.is_out_of_time) == (0, 4, True)
+
+
+def test_a_trial_beside_another_has_no_speed(finished, tmp_path, other):
+    study, out, _ = finished
+    run_study(study, tmp_path, only=["full"])
+    rows = [row for row in read_results(tmp_path).values() if row["method"] == "full"]
+    assert [row["tokens_per_second"] for row in rows] == [None, None]
+    alone = [row for row in read_results(out).values() if row["method"] == "full"]
+    assert all(row["tokens_per_second"] > 0 for row in alone)
+
+
+def test_one_that_began_beside_another_has_none_when_it_goes_on_alone(material, tmp_path):
+    study = make_study(material, methods={"hml": {"set": HML}}, search={})
+    name = Worker(tmp_path, CPU)._own.name.split("@", 1)[1]
+    (tmp_path / ".workers").mkdir()
+    with FileLock(tmp_path / ".workers" / f"0@{name}"):
+        assert run_study(study, tmp_path, deadline=Deadline(0.0)).is_out_of_time
+        ticks = iter(range(100))
+        run_study(study, tmp_path, deadline=Deadline(6, lambda: next(ticks)))
+        assert list(tmp_path.glob("unfinished/*/facts.json"))
+    run_study(study, tmp_path)
+    (row,) = [row for row in read_results(tmp_path).values() if row["method"] == "hml"]
+    assert (row["status"], row["tokens_per_second"]) == ("done", None)
+
+
+def test_another_device_is_not_shared(tmp_path):
+    worker = Worker(tmp_path, CPU)
+    worker.enter()
+    assert worker.is_alone()
+    with FileLock(tmp_path / ".workers" / "0@elsewhere-cuda"):
+        assert worker.is_alone()
+        assert others_at_work(tmp_path)
+    worker.leave()
+    assert not others_at_work(tmp_path)
+
+
+def test_what_needs_the_folder_alone_waits_for_no_worker(material, tmp_path, other):
+    study = make_study(material)
+    shared = Material(material["base"], material["tokens"], {})
+    with (
+        pytest.raises(MidusError, match="in use by another midus study command"),
+        opened(tmp_path, study, shared),
+    ):
+        pass
+    with joined(tmp_path, study, shared) as worker:
+        assert not worker.is_alone()
+
+
+def test_a_worker_that_fails_leaves_the_folder_free(material, tmp_path, monkeypatch):
+    study = make_study(material, methods={"full": {}}, search={})
+
+    def fail(*_):
+        raise RuntimeError("no step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "step", fail)
+        with pytest.raises(RuntimeError, match="no step"):
+            run_study(study, tmp_path)
+    assert not others_at_work(tmp_path)
+    assert run_study(study, tmp_path).ran == 1
+
+
+def _identity(study):
+    options = search_trials(study)[0].options
+    return Material(options.model, options.data.sources[0].path, study.texts).identity
