@@ -1,7 +1,8 @@
 """Results of a study on disk: one JSON line a trial, each written whole and synced.
 
 Lines of several machines can be put into one file: a trial is known by its key. The first line of
-a key that is done counts; later ones say where its model is kept and how it does on tasks.
+a key that is done counts; later ones say where its model is kept, how it does on tasks, and
+how fast it is where that is not known yet.
 """
 
 import json
@@ -26,6 +27,8 @@ _FIELDS += ["hardware", "conditions"]
 _DONE_FIELDS = ["validation", "test", "texts", "trainable"]
 # What a later line of the same key may add.
 _ADDED = ("model", "tasks", "tasks_mean", "tasks_of")
+# What it may add where there is no speed yet: the speed, and what that was measured of.
+_SPEED = ("tokens_per_second", "graphed", "timed_apart")
 
 
 class NotWritten(MidusError):
@@ -77,6 +80,17 @@ def add_result(out: Path, row: Row) -> None:
         raise NotWritten(f"{path} cannot be written ({error}); free some space") from error
 
 
+def add_speed(out: Path, row: Row, speed: Row) -> None:
+    """Appends a line that adds a speed to a row that has none, and nothing else.
+
+    Args:
+        out: Folder of the study.
+        row: As `read_results` gives it.
+        speed: ``tokens_per_second``, ``graphed``, and ``timed_apart``: how and where it was timed.
+    """
+    add_result(out, {name: row[name] for name in row if name not in _ADDED} | speed)
+
+
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
@@ -105,4 +119,6 @@ def _together(first: Row | None, row: Row) -> Row:
     """Two lines of one key: what was chosen by stays as it was read then."""
     if first is None or not is_done(first):
         return row
-    return {**first, **{name: row[name] for name in _ADDED if name in row}}
+    has_speed = [own.get("tokens_per_second") is not None for own in (first, row)]
+    added = (*_ADDED, *_SPEED) if has_speed == [False, True] else _ADDED
+    return {**first, **{name: row[name] for name in added if name in row}}

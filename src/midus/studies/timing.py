@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 # Steps that compile kernels and warm up caches, each time a trial begins or goes on.
-_WARM_STEPS = 3
+WARM_STEPS = 3
 
 
 class Deadline:
@@ -65,9 +65,9 @@ class Stopwatch:
     def count(self, tokens: int) -> None:
         """A step is over."""
         self._steps += 1
-        if self._steps > _WARM_STEPS:
+        if self._steps > WARM_STEPS:
             self.tokens += tokens
-        elif self._steps == _WARM_STEPS:
+        elif self._steps == WARM_STEPS:
             self._start()
 
     @contextmanager
@@ -75,7 +75,7 @@ class Stopwatch:
         """What happens inside does not count."""
         self.stop()
         yield
-        if self._steps >= _WARM_STEPS:
+        if self._steps >= WARM_STEPS:
             self._start()
 
     def stop(self) -> None:
