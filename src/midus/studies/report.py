@@ -27,6 +27,7 @@ from midus.studies.options import StudyOptions
 from midus.studies.paper_rows import Searched
 from midus.studies.paper_section import beside_the_paper
 from midus.studies.results import Row, is_done, read_results
+from midus.studies.speeds import about_speeds, speed_cell
 from midus.studies.standings import (
     BEHIND,
     OPEN,
@@ -39,8 +40,6 @@ from midus.studies.standings import (
 from midus.studies.trials import base_key
 
 REPORT_NAME = "report.md"
-# Beside a speed whose steps were launched kernel by kernel.
-_EAGER = "†"
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,7 @@ def to_markdown(report: StudyReport, figures: list[str]) -> str:
     missing += said_of_standings(study, report.in_search)
     if edges or missing:
         parts.append("\n".join(edges + missing))
-    if any(map(_is_eager, [*report.trials, *(row for line in report.lines for row in line.rows)])):
-        parts.append(f"{_EAGER} Steps were no CUDA graphs: slower, with the same results.")
+    parts += about_speeds([*report.trials, *(row for line in report.lines for row in line.rows)])
     parts += [f"![{name}]({name})" for name in figures]
     behind = labels(report.in_search, BEHIND)
     if beside := beside_the_paper(study, report.lines, report.searched, behind):
@@ -221,7 +219,7 @@ def _cells(line: Line, study: StudyOptions, tasks: dict[str, Pick]) -> list[str]
         spread(line.values(on_test), 3),
         *(spread(line.values(of_text(name)), 2) for name in study.texts),
         *(spread(line.of_every_seed(pick), 2) for pick in tasks.values()),
-        _speed(rows),
+        speed_cell(rows),
         spread([max(line.values(peak_gb))] if line.values(peak_gb) else [], 1),
     ]
 
@@ -238,16 +236,6 @@ def _tokens(line: Line) -> str:
     return ", ".join(f"{num:,}" for num in found) or "-"
 
 
-def _speed(rows: list[Row]) -> str:
-    figures = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")]
-    mark = f" {_EAGER}" if figures and any(map(_is_eager, rows)) else ""
-    return spread(figures, 0) + mark
-
-
-def _is_eager(row: Row) -> bool:
-    return row.get("graphed") is False
-
-
 def _trial_cells(row: Row) -> list[str]:
     perplexity = on_validation(row)
     return [
@@ -255,7 +243,7 @@ def _trial_cells(row: Row) -> list[str]:
         row["setting"] or "-",
         str(row["seed"]),
         spread([] if perplexity is None else [perplexity], 3),
-        _speed([row]),
+        speed_cell([row]),
         spread([row["peak_gb"]] if row.get("peak_gb") else [], 1),
         row["status"].replace("_", " "),
     ]
