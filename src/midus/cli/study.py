@@ -8,6 +8,7 @@ import typer
 from midus.cli.options import parse_names
 from midus.cli.study_scaling import scaling
 from midus.cli.study_sft import sft
+from midus.cli.study_time import time_steps
 
 study = typer.Typer(
     help="Compare methods by many short trainings that differ in nothing else.",
@@ -95,6 +96,7 @@ def report(
 
 study.command()(scaling)
 study.command()(sft)
+study.command("time")(time_steps)
 
 
 def _print_trials(options: Any) -> None:

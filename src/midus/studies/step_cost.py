@@ -1,0 +1,35 @@
+"""What a training step costs: trials that agree in it need one timing."""
+
+from typing import Any
+
+from midus.studies.trials import hash_facts
+from midus.training.options import TrainOptions
+
+# What no step takes longer for. Names of places, chance, and what weights start from:
+_FREE = ("model", "output", "seed", "key_start", "data")
+# numbers of the optimizer, whose kind and groups do count:
+_FREE_OPTIMIZER = (
+    *("recipe", "lr", "memory_lr", "weight_decay", "adam_beta2"),
+    *("warmup_ratio", "schedule", "decay_ratio"),
+)
+# and arguments of the trainer: gradients are clipped whatever the norm is.
+_FREE_ARGUMENTS = ("max_steps", "max_grad_norm", "adam_beta1", "adam_epsilon")
+
+
+def step_cost(options: TrainOptions) -> str:
+    """A hash of all that may decide how long a step takes, on one base and one device."""
+    facts = _without(options.to_dict(), _FREE)
+    facts["seq_len"] = options.data.seq_len
+    if options.upscale is not None:
+        facts["upscale"] = _without(facts["upscale"], ("seed",))
+    facts["trainer"] = _without(facts["trainer"], _FREE_ARGUMENTS)
+    # A part is a group of the optimizer, and one with a norm of its own is clipped apart.
+    parts = options.optimizer.parts.items()
+    facts["optimizer"] = _without(facts["optimizer"], _FREE_OPTIMIZER) | {
+        "parts": {name: own.max_grad_norm is not None for name, own in parts}
+    }
+    return hash_facts(facts)
+
+
+def _without(facts: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name, value in facts.items() if name not in names}
