@@ -245,6 +245,7 @@ def conditions_line(result: Result) -> str:
 
 _KINDS: dict[str, Callable[[Result], str]] = {
     "efficiency": efficiency_table,
+    "repeat": efficiency_table,  # another run of it, by which nothing else is made
     "prefill": prefill_table,
     "sweep": sweep_table,
     "decode": decode_table,
@@ -257,8 +258,8 @@ def blocks_of(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """The README's blocks and the result page's, by marker.
 
     Args:
-        folder: Result files: ``efficiency-<shape>.json``, ``prefill-``, ``sweep-``, ``decode-``,
-            ``eager-`` and ``paired-``.
+        folder: Result files: ``efficiency-<shape>.json``, ``repeat-``, ``prefill-``, ``sweep-``,
+            ``decode-``, ``eager-`` and ``paired-``.
     """
     page: dict[str, str] = {}
     readme: dict[str, str] = {}
