@@ -141,6 +141,49 @@ def test_one_that_began_beside_another_has_none_when_it_goes_on_alone(material, 
     assert (row["status"], row["tokens_per_second"]) == ("done", None)
 
 
+def test_memory_that_others_hold_is_no_result(material, tmp_path, other, monkeypatch):
+    study = make_study(material, methods={"full": {}, "hml": {"set": HML}}, search={})
+    trained = Loop.step
+
+    def step(self, *args):
+        if self.options.upscale is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        trained(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "step", step)
+        with pytest.raises(MidusError, match=r"1 could not; .*beside the other processes"):
+            run_study(study, tmp_path)
+    assert [row["method"] for row in rows_of(tmp_path)] == ["untouched", "hml"]
+    assert run_study(study, tmp_path).ran == 1
+
+
+def test_a_model_that_another_process_grows_keeps_nobody_waiting(
+    material, tmp_path, monkeypatch, quick
+):
+    monkeypatch.setenv("MIDUS_CACHE", str(tmp_path / "cache"))
+    lesa = {"upscale": {"method": "lesa", "lesa_epochs": 1}}
+    study = make_study(material, methods={"lesa": {"set": lesa}, "full": {}}, search={})
+    shared = Material(material["base"], material["tokens"], {})
+    first, second = search_trials(study)
+    folder, _ = shared._grown(first.options.upscale)
+    folder.parent.mkdir(parents=True)
+    said = []
+    with FileLock(f"{folder}.lock") as growing:
+        assert shared.is_being_grown(first.options)
+        assert not shared.is_being_grown(second.options)
+
+        def say(sentence):
+            said.append(sentence)
+            if "waiting" in sentence:
+                growing.release()
+
+        run_study(study, tmp_path / "out", say=say)
+    assert [row["method"] for row in rows_of(tmp_path / "out")] == ["untouched", "full", "lesa"]
+    assert any("waiting" in sentence for sentence in said)
+    assert not shared.is_being_grown(first.options)
+
+
 def test_another_device_is_not_shared(tmp_path):
     worker = Worker(tmp_path, CPU)
     worker.enter()

@@ -21,6 +21,7 @@ from midus.models.loading import checked_device, load_model, load_tokenizer
 from midus.models.sources import cache_folder, resolve_source
 from midus.models.weights import Weights
 from midus.reports import write_json
+from midus.studies.locks import is_held
 from midus.studies.trials import hash_facts
 from midus.training.options import TrainOptions
 from midus.training.starting import record_base, settle_model
@@ -102,20 +103,34 @@ class Material:
         model, _ = settle_model(model, options)
         return model.to(self.device)
 
+    def is_being_grown(self, options: TrainOptions) -> bool:
+        """Whether another process makes the blocks that `start` would have to wait for."""
+        if options.upscale is None or options.control != "none":
+            return False
+        if options.upscale.method not in _SLOW:
+            return False
+        folder, _ = self._grown(options.upscale)
+        return not (folder / "config.json").is_file() and is_held(Path(f"{folder}.lock"))
+
+    def _grown(self, config: UpscaleConfig) -> tuple[Path, dict[str, Any]]:
+        """Where a model grown by a slow method is kept, and what it is made from."""
+        base = {name: self.facts[name] for name in ("base", "config")}
+        facts = {**base, "upscale": asdict(_seedless(config))}
+        return cache_folder() / "grown" / hash_facts(facts), facts
+
     def _grown_once(self, config: UpscaleConfig, track: Track) -> Any:
         """Grown by a slow method, kept as a delta in midus' cache for the trials to come."""
-        if config.method in _SEEDLESS:
-            config = replace(config, seed=0)
-        base = {name: self.facts[name] for name in ("base", "config")}
-        facts = {**base, "upscale": asdict(config)}
-        digest = hash_facts(facts)
-        folder = cache_folder() / "grown" / digest
+        folder, facts = self._grown(config)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):  # other processes may want the same
             if not (folder / "config.json").is_file():
-                upscale_checkpoint(self.source, folder, config, delta=True, track=track)
-                write_json(folder.parent / f"{digest}.json", facts)
+                upscale_checkpoint(self.source, folder, _seedless(config), delta=True, track=track)
+                write_json(folder.with_suffix(".json"), facts)
         return load_model(folder, base=self.source, device="cpu")
+
+
+def _seedless(config: UpscaleConfig) -> UpscaleConfig:
+    return replace(config, seed=0) if config.method in _SEEDLESS else config
 
 
 def _read_text(path: str, tokenizer: Any) -> Text:

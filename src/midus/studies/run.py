@@ -126,6 +126,7 @@ class _Session:
         worker: Worker,
     ) -> None:
         self._study, self._identity, self._out = study, material.identity, out
+        self._material = material
         self._deadline, self._say, self._tasks = deadline, say, tasks
         self._worker = worker
         self._runner = TrialRun(study, material, out, say, track, tasks, worker.is_alone)
@@ -166,6 +167,9 @@ class _Session:
                 continue
             if self._deadline.is_past():
                 return False
+            if self._material.is_being_grown(trial.options):
+                others_have_some = True
+                continue
             with self._worker.claimed(key) as is_ours:
                 # It may have ended since its row was looked for.
                 rows = read_results(self._out)

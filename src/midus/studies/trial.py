@@ -94,11 +94,17 @@ class TrialRun:
             torch.cuda.reset_peak_memory_stats(device)
         trained: _Trained | None = None
         ended: Row | None = {"status": "out_of_memory"}
+        is_shared = False
         try:
             trained = self._train(trial, key, deadline)
             ended = trained.row
         except torch.OutOfMemoryError:
-            pass
+            is_shared = not self._is_alone()
+        if is_shared:  # not inside the handler: an exception holds the model it came from
+            raise MidusError(
+                "there is no memory for it beside the other processes of this study; when they "
+                "have ended, the same command runs it"
+            )
         if ended is None:
             return None
         row = {

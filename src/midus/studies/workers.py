@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
+from midus.studies.locks import is_held
+
 _WORKERS, _CLAIMS = ".workers", ".claims"
 # Seconds for which others may hold a lock to see whether its owner does.
 _PATIENCE = 2.0
@@ -48,7 +50,7 @@ class Worker:
     def is_alone(self) -> bool:
         """Whether no other process works on this study on the same device."""
         return not any(
-            path != self._own and path.name.split("@", 1)[-1] == self._device and _is_held(path)
+            path != self._own and path.name.split("@", 1)[-1] == self._device and is_held(path)
             for path in _files(self._out)
         )
 
@@ -71,22 +73,12 @@ class Worker:
 
 def others_at_work(out: Path) -> bool:
     """Whether any process works on the study; one that was killed does not."""
-    return any(_is_held(path) for path in _files(out))
+    return any(is_held(path) for path in _files(out))
 
 
 def _files(out: Path) -> list[Path]:
     folder = out / _WORKERS
     return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
-def _is_held(path: Path) -> bool:
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        return True
-    lock.release()
-    return False
 
 
 def _device_name(device: torch.device) -> str:

@@ -11,6 +11,7 @@ numbers; ``ot_rescale`` multiplies the plan by n, which is what the method it bu
 evidently meant.
 """
 
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -121,6 +122,10 @@ def _ffn_input_norm(block: dict[str, Tensor]) -> str | None:
 
 
 def _pot() -> Any:
+    # POT looks for every framework it could compute with. Found so, JAX takes three quarters of a
+    # GPU's memory and keeps them.
+    for name in ("JAX", "TENSORFLOW", "CUPY"):
+        os.environ.setdefault(f"POT_BACKEND_DISABLE_{name}", "1")
     try:
         import ot
     except ImportError as error:
