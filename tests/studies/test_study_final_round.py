@@ -321,11 +321,17 @@ def test_a_final_trial_that_is_stopped_goes_on_as_itself(material, tmp_path):
     assert [row["tokens"] for row in rows_of(parts)[1:]] == [512, 1024, 1024]
 
 
-def test_the_grids_of_methods_search_short_and_end_long(midus, tmp_path):
-    for name in ("math_methods", "general_methods"):
-        path = Path(__file__).parents[2] / "studies" / f"{name}.yaml"
-        told = midus("study", "run", path, "--out", tmp_path, "--dry-run").out
-        assert "trials     48 of 3,276,800 tokens, then 15 to 24 of 13,107,200 tokens" in told
+@pytest.mark.parametrize(
+    ("grid", "said"),
+    [
+        ("math", "48 of 1,638,400 tokens, then 9 to 18 of 6,553,600 tokens with the final seeds"),
+        ("general", "12, then 9 to 18 with the final seeds"),
+    ],
+)
+def test_the_grids_of_methods_say_their_lengths(midus, tmp_path, grid, said):
+    path = Path(__file__).parents[2] / "studies" / f"{grid}_methods.yaml"
+    told = midus("study", "run", path, "--out", tmp_path, "--dry-run").out
+    assert f"trials     {said}" in told
 
 
 def test_the_fine_tuned_models_lengths_are_said(material):

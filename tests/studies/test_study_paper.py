@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -193,18 +194,31 @@ def test_the_grids_of_methods_have_all_of_the_papers(grid):
     assert study.paper == grid.partition("_")[0]
 
 
-def test_the_grid_on_general_text_differs_in_data_and_what_is_measured():
-    math, general = (read_study(GRIDS / f"{n}_methods.yaml").to_dict() for n in ("math", "general"))
-    math["run"]["data"]["sources"] = "study_data/general"
-    changed = {key for key in math if math[key] != general[key]}
-    assert changed == {"name", "final_seeds", "tasks", "paper"}
+def test_the_grid_on_general_text_differs_in_data_rates_and_what_is_measured():
+    math, general = (read_study(GRIDS / f"{name}_methods.yaml") for name in ("math", "general"))
+    left, right = math.to_dict(), general.to_dict()
+    changed = {key for key in left if left[key] != right[key]}
+    assert changed == {"name", "run", "methods", "search", "final_seeds", "tasks", "paper"} | {
+        "final_tokens"
+    }
+    left["run"]["data"] |= {"sources": "study_data/general", "max_tokens": 3_276_800}
+    assert left["run"] == right["run"]
+    # Each at one of the rates that math tried, and the same besides.
+    tried = [(t.method, _but_length(t.options)) for t in search_trials(math)]
+    for trial in search_trials(general):
+        assert (trial.method, _but_length(trial.options)) in tried
 
 
-def test_the_grid_of_ablations_has_every_setting_of_the_papers_tables_but_low_rates():
+def _but_length(options):
+    return replace(options, data=None, trainer={})
+
+
+def test_the_grids_have_every_setting_of_the_papers_ablations_but_low_rates():
     study = read_study(GRIDS / "ablations.yaml")
     trials = search_trials(study)
     assert paper_name(trials[0].options) == "MIDUS-HML"
-    for table in ABLATIONS:
+    (layers,) = [table for table in ABLATIONS if "upscale.memory.kind" in table.options]
+    for table in [table for table in ABLATIONS if table is not layers]:
         alone = [t for t in trials if set(t.varied) <= set(table.options)]
         have = {_values(trial, table) for trial in alone}
         wanted = {(1e-4,)} if table.title == "Learning rate" else set(table.rows)
@@ -212,6 +226,9 @@ def test_the_grid_of_ablations_has_every_setting_of_the_papers_tables_but_low_ra
     # Each varies something that a table is about.
     known = set(itertools.chain(*(table.options for table in ABLATIONS)))
     assert set(study.methods["hml"].vary) <= known
+    others = search_trials(read_study(GRIDS / "general_methods.yaml"))
+    kinds = {t.options.upscale.memory.kind for t in others if t.method not in ("full", "lora")}
+    assert {kind for kind, *_ in layers.rows} <= kinds
 
 
 # The section.
