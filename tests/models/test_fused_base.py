@@ -8,7 +8,7 @@ import torch
 from tiny import TOLERANCE, grown, prompt_ids, relative_error, tiny_base
 from transformers import StaticCache
 
-from midus.models import fused, fused_base
+from midus.models import fused_base
 from midus.models.fused_base import fuse_blocks, fused_blocks, unfuse_blocks
 
 FAMILIES = ["llama", "mistral", "qwen2"]
@@ -23,21 +23,8 @@ def tiny(family):
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """Lets the fused steps run on a CPU and counts those that did."""
-    counted = {"gated": 0, "gate_token": 0}
-    monkeypatch.setattr(fused, "_DEVICES", ("cuda", "cpu"))
-
-    def counting(name, real):
-        def count(*args):
-            counted[name] += 1
-            return real(*args)
-
-        return count
-
-    for name in counted:
-        monkeypatch.setattr(fused_base, name, counting(name, getattr(fused_base, name)))
-    return counted
+def calls(count_steps):
+    return count_steps(fused_base, "gated", "gate_token")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

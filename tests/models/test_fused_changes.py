@@ -28,21 +28,8 @@ PARTS = [
 
 
 @pytest.fixture
-def steps(monkeypatch):
-    """Lets the fused steps run on a CPU and counts them by their op."""
-    counted = {"project_token": 0, "attend_and_read": 0}
-    monkeypatch.setattr(fused, "_DEVICES", ("cuda", "cpu"))
-
-    def counting(name, real):
-        def count(*args):
-            counted[name] += 1
-            return real(*args)
-
-        return count
-
-    for name in counted:
-        monkeypatch.setattr(fused, name, counting(name, getattr(fused, name)))
-    return counted
+def steps(count_steps):
+    return count_steps(fused, "project_token", "attend_and_read")
 
 
 @pytest.fixture
