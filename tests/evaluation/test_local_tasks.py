@@ -12,6 +12,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from midus import MidusError
+from midus.evaluation import local
 from midus.evaluation.evaluate import select
 from midus.evaluation.harness import SEED, _tasks_folder, load_tasks
 from midus.evaluation.local import SHOTS, find_local, local_column, local_tasks
@@ -85,6 +86,15 @@ def test_ten_documents_are_asked_as_the_harness_asks_them(name, data_dir):
         assert ours.task.doc_to_target(ours.task.eval_docs[i]) == theirs.doc_to_target(
             theirs.eval_docs[i]
         )
+
+
+def test_files_of_mmlu_are_read_once_for_all_subjects(data_dir, monkeypatch):
+    read, rows = [], local.read_rows
+    monkeypatch.setattr(local, "read_rows", lambda path: read.append(path.name) or rows(path))
+    local._read_rows.cache_clear()
+    for subject in ("anatomy", "virology"):
+        load_tasks(replace(column_of("mmlu"), tasks=f"mmlu_{subject}"), data_dir)
+    assert len(read) == len(set(read)) > 0
 
 
 def test_mmlu_subjects_are_asked_as_the_harness_asks_them(data_dir):

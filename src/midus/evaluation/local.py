@@ -129,7 +129,13 @@ def _read(path: Path, entry: dict[str, str], part: str | None, task: str) -> lis
     if reader in TEXT_READERS:
         documents = _read_text(path, reader, task)
     else:
-        documents = _read_rows(path, reader, task, path.stat().st_mtime_ns)
+        try:
+            documents = _read_rows(path, reader, path.stat().st_mtime_ns)
+        except _NoRow as error:
+            raise MidusError(
+                f"line {error.number} of {path} is no row of task {task!r} ({error.problem}); "
+                "fetch the file again"
+            ) from error
     if where := entry.get("where"):
         documents = [doc for doc in documents if doc[where] == part]
     if not documents:
@@ -148,8 +154,16 @@ def _read_text(path: Path, reader: str, task: str) -> list[Document]:
         ) from error
 
 
+class _NoRow(ValueError):
+    """A line that a reader cannot use."""
+
+    def __init__(self, number: int, problem: str) -> None:
+        super().__init__(problem)
+        self.number, self.problem = number, problem
+
+
 @cache
-def _read_rows(path: Path, reader: str, task: str, _written: int) -> list[Document]:
+def _read_rows(path: Path, reader: str, _written: int) -> list[Document]:
     """A file's documents, read once for all of MMLU's subjects, and again when it has changed."""
     documents: list[Document] = []
     for row in read_rows(path):
@@ -165,10 +179,7 @@ def _read_rows(path: Path, reader: str, task: str, _written: int) -> list[Docume
             except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 problem = f"{type(error).__name__}: {error}"
         if problem:
-            raise MidusError(
-                f"line {row.number} of {path} is no row of task {task!r} ({problem}); "
-                "fetch the file again"
-            )
+            raise _NoRow(row.number, problem)
     return documents
 
 
