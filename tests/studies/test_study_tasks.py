@@ -23,10 +23,11 @@ from midus.studies.loop import Loop
 from midus.studies.material import Material
 from midus.studies.options import StudyOptions
 from midus.studies.report import make_report, to_markdown
-from midus.studies.results import add_result
+from midus.studies.results import add_result, read_results
 from midus.studies.run import run_study
 from midus.studies.tasks import Tasks
 from midus.studies.timing import Deadline
+from midus.studies.workers import Worker
 
 # As local files have them; the harness would put a title before BoolQ's passages.
 NAMES = ["piqa", "boolq_untitled", "wikitext"]
@@ -168,6 +169,18 @@ def test_a_study_stopped_between_tasks_goes_on_there(bytes_material, tmp_path, m
     assert not (out / "unfinished").exists()
     finals = [row for row in rows_of(out) if "model" in row]
     assert [row["tasks"] for row in finals] == [rows_of(tmp_path / "whole")[-1]["tasks"]]
+
+
+def test_one_that_shared_its_device_has_no_speed_after_a_stop_between_tasks(
+    bytes_material, tmp_path, monkeypatch
+):
+    study = tasks_study(bytes_material, methods={"full": {}}, final_seeds=[5])
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "is_alone", lambda _: False)
+        assert run_study(study, tmp_path, deadline=Deadline(20, Ticks())).is_out_of_time
+    assert run_study(study, tmp_path).ran == 1
+    _, *trained = read_results(tmp_path).values()
+    assert [row["tokens_per_second"] for row in trained] == [None, None]
 
 
 def test_other_tasks_are_measured_of_the_base_and_missed_aloud_of_the_rest(

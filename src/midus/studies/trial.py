@@ -192,7 +192,8 @@ class TrialRun:
         row |= self._scores(model, trial)
         row |= {"measures": self._measures(model, trial)}
         facts = {"tokens": watch.tokens, "seconds": watch.seconds, "curve": curve}
-        return _Trained(loop, row, {**facts, "tasks": earlier.get("tasks", {})})
+        facts |= {"alone": is_alone, "tasks": earlier.get("tasks", {})}
+        return _Trained(loop, row, facts)
 
     def _on_tasks(
         self, trained: _Trained, tasks: Tasks, trial: Trial, key: str, deadline: Deadline
