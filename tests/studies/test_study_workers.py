@@ -2,7 +2,9 @@
 
 import json
 import multiprocessing
+import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from filelock import FileLock
 from small import HML, make_study, rows_of
 
 from midus.errors import MidusError
+from midus.studies import folder as folder_module
 from midus.studies import run as run_module
 from midus.studies.folder import joined, opened
 from midus.studies.grid import search_trials
@@ -141,6 +144,23 @@ def test_one_that_began_beside_another_has_none_when_it_goes_on_alone(material, 
     assert (row["status"], row["tokens_per_second"]) == ("done", None)
 
 
+def test_one_that_came_and_went_in_between_is_noticed(material, tmp_path, monkeypatch):
+    study = make_study(material, methods={"full": {}}, search={}, curve_points=1)
+    trained, visitor = Loop.step, Worker(tmp_path, CPU)
+
+    def step(self, *args):
+        trained(self, *args)
+        if self.done == 2:
+            visitor.enter()
+        elif self.done == 5:
+            visitor.leave()
+
+    monkeypatch.setattr(Loop, "step", step)
+    run_study(study, tmp_path)
+    _, row = read_results(tmp_path).values()
+    assert (row["status"], row["tokens_per_second"]) == ("done", None)
+
+
 def test_memory_that_others_hold_is_no_result(material, tmp_path, other, monkeypatch):
     study = make_study(material, methods={"full": {}, "hml": {"set": HML}}, search={})
     trained = Loop.step
@@ -193,6 +213,55 @@ def test_another_device_is_not_shared(tmp_path):
         assert others_at_work(tmp_path)
     worker.leave()
     assert not others_at_work(tmp_path)
+
+
+def test_processes_of_the_same_number_are_two(tmp_path):
+    """As in containers that share the host's name."""
+    first, second = Worker(tmp_path, CPU), Worker(tmp_path, CPU)
+    first.enter()
+    second.enter()
+    assert (first.is_alone(), second.is_alone()) == (False, False)
+    first.leave()
+    assert second.is_alone()
+    second.leave()
+    assert not others_at_work(tmp_path)
+
+
+def test_a_gpu_is_the_same_in_containers_of_other_names(tmp_path, monkeypatch):
+    gpu = SimpleNamespace(uuid="one-two")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    workers = []
+    for host in ("one", "another"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        workers.append(Worker(tmp_path, torch.device("cuda")))
+        workers[-1].enter()
+    assert [worker.is_alone() for worker in workers] == [False, False]
+    for worker in workers:
+        worker.leave()
+
+
+def test_a_folder_that_is_busy_at_the_end_changes_no_result(material, tmp_path, monkeypatch):
+    study = make_study(material, methods={"full": {}}, search={})
+    monkeypatch.setattr(folder_module, "_PATIENCE", 0.1)
+    lock = FileLock(tmp_path / ".lock")
+
+    def say(sentence):
+        if sentence.startswith("  perplexity"):
+            lock.acquire()
+
+    progress = run_study(study, tmp_path, say=say)
+    assert (progress.ran, progress.left) == (1, 0)
+    assert not others_at_work(tmp_path)
+    lock.release()
+
+
+def test_a_file_system_without_locks_is_said(material, tmp_path, monkeypatch):
+    def acquire(*_, **__):
+        raise NotImplementedError("FileSystem does not appear to support flock")  # filelock < 3.24
+
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    with pytest.raises(MidusError, match=r"cannot be used \(FileSystem does not appear"):
+        run_study(make_study(material), tmp_path)
 
 
 def test_what_needs_the_folder_alone_waits_for_no_worker(material, tmp_path, other):

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -12,7 +12,7 @@ from midus.reports import write_json
 from midus.studies.material import Material
 from midus.studies.options import StudyOptions
 from midus.studies.trials import hash_facts
-from midus.studies.workers import Worker, others_at_work
+from midus.studies.workers import Worker, clear, others_at_work
 
 STUDY_NAME = "study.json"
 LOCK_NAME = ".lock"
@@ -40,8 +40,10 @@ def joined(out: Path, study: StudyOptions, material: Material) -> Iterator[Worke
     try:
         yield worker
     finally:
-        with _locked(out, timeout=_PATIENCE):
-            worker.leave()
+        worker.leave()
+        # What has come to an end must not fail, or be another error, for files that may stay.
+        with suppress(MidusError), _locked(out, timeout=_PATIENCE):
+            clear(out)
 
 
 @contextmanager
@@ -52,8 +54,9 @@ def _locked(out: Path, timeout: float) -> Iterator[None]:
         lock.acquire(timeout=timeout)
     except Timeout as error:
         raise _in_use(out) from error
-    except OSError as error:
-        raise MidusError(f"{out} cannot be used ({error.strerror}); choose another") from error
+    except (OSError, NotImplementedError) as error:  # the latter where there are no locks
+        reason = getattr(error, "strerror", None) or error
+        raise MidusError(f"{out} cannot be used ({reason}); choose another") from error
     try:
         yield
     finally:

@@ -129,7 +129,7 @@ class _Session:
         self._material = material
         self._deadline, self._say, self._tasks = deadline, say, tasks
         self._worker = worker
-        self._runner = TrialRun(study, material, out, say, track, tasks, worker.is_alone)
+        self._runner = TrialRun(study, material, out, say, track, tasks, worker.solitude)
         self.ran = 0
         self.skipped: list[str] = []
         """What could not run, and why."""

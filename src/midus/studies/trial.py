@@ -57,7 +57,8 @@ class TrialRun:
         say: Is told in a sentence what happens.
         track: Wraps loops in a progress bar.
         tasks: What final models are measured on besides.
-        is_alone: Whether its device is this process' alone, or its speed is nobody's.
+        solitude: The same number until another process comes to the device, None while one is
+            there: its speed is nobody's.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class TrialRun:
         say: Say,
         track: Track,
         tasks: Tasks | None = None,
-        is_alone: Callable[[], bool] = lambda: True,
+        solitude: Callable[[], int | None] = lambda: 0,
     ) -> None:
         self._study, self._material, self._out = study, material, out
         self._say, self._track, self._tasks = say, track, tasks
-        self._is_alone = is_alone
+        self._solitude = solitude
         self._told: set[str] = set()
         keeps = any(method.keep for method in study.methods.values())
         # Before the first trial: a training must not be lost to a tokenizer that is not there.
@@ -95,11 +96,12 @@ class TrialRun:
         trained: _Trained | None = None
         ended: Row | None = {"status": "out_of_memory"}
         is_shared = False
+        solitude = self._solitude()
         try:
             trained = self._train(trial, key, deadline)
             ended = trained.row
         except torch.OutOfMemoryError:
-            is_shared = not self._is_alone()
+            is_shared = not self._has_been_alone(solitude)
         if is_shared:  # not inside the handler: an exception holds the model it came from
             raise MidusError(
                 "there is no memory for it beside the other processes of this study; when they "
@@ -155,7 +157,8 @@ class TrialRun:
         earlier = load_unfinished(self._out, key, loop, self._say) or {}
         watch = Stopwatch(device, earlier.get("tokens", 0), earlier.get("seconds", 0.0))
         curve: list[Row] = earlier.get("curve", [])
-        is_alone = earlier.get("alone", True) and self._is_alone()
+        solitude = self._solitude()
+        is_alone = earlier.get("alone", True)
         norms = PartNorms(model) if "gradients" in study.measure else None
         points = curve_steps(loop.num_steps, study.curve_points)
         pace = Pace(deadline.has_limit and device.type == "cuda")
@@ -170,7 +173,7 @@ class TrialRun:
             if deadline.is_past():
                 watch.stop()
                 facts = {"tokens": watch.tokens, "seconds": watch.seconds, "curve": curve}
-                facts["alone"] = is_alone and self._is_alone()
+                facts["alone"] = is_alone and self._has_been_alone(solitude)
                 save_unfinished(self._out, key, loop, facts)
                 return _Trained(loop, None, facts)
             is_point = loop.done + 1 in points
@@ -182,7 +185,7 @@ class TrialRun:
                 row |= {"status": "diverged", "step": loop.done, "curve": curve}
                 return _Trained(loop, row, {})
             if is_point:
-                is_alone = is_alone and self._is_alone()
+                is_alone = is_alone and self._has_been_alone(solitude)
                 with watch.paused():
                     curve.append(self._point(loop, trial, curve, norms))
         watch.stop()
@@ -285,6 +288,10 @@ class TrialRun:
 
     def _facts(self, trial: Trial, key: str) -> Row:
         return {**trial_facts(self._study, trial, key), "identity": self._material.identity}
+
+    def _has_been_alone(self, since: int | None) -> bool:
+        """Whether no other process has been there since; `since` is the solitude of then."""
+        return since is not None and self._solitude() == since
 
     def _tell_once(self, reason: str) -> None:
         if reason and reason not in self._told:
