@@ -2,14 +2,16 @@
 
 import json
 import multiprocessing
+import os
 import socket
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from filelock import FileLock
-from small import HML, make_study, rows_of
+from small import HML, Ticks, make_study, rows_of
 
 from midus.errors import MidusError
 from midus.studies import folder as folder_module
@@ -21,6 +23,7 @@ from midus.studies.material import Material
 from midus.studies.results import add_result, read_results
 from midus.studies.run import run_study
 from midus.studies.timing import Deadline
+from midus.studies.unfinished import drop_unfinished
 from midus.studies.workers import Worker, others_at_work
 
 CPU = torch.device("cpu")
@@ -288,6 +291,22 @@ def test_a_worker_that_fails_leaves_the_folder_free(material, tmp_path, monkeypa
             run_study(study, tmp_path)
     assert not others_at_work(tmp_path)
     assert run_study(study, tmp_path).ran == 1
+
+
+def test_a_state_is_saved_while_others_take_the_empty_folder_away(material, tmp_path, monkeypatch):
+    study = make_study(material, methods={"full": {}}, search={})
+    made, removed = os.mkdir, []
+
+    def mkdir(path, *args):
+        made(path, *args)
+        if Path(path).name == "unfinished" and not removed:
+            removed.append(path)
+            drop_unfinished(tmp_path, "another")
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    assert run_study(study, tmp_path, deadline=Deadline(4, Ticks())).is_out_of_time
+    assert removed
+    assert list(tmp_path.glob("unfinished/*/facts.json"))
 
 
 def _identity(study):

@@ -28,7 +28,7 @@ def save_unfinished(out: Path, key: str, loop: Loop, facts: dict[str, Any]) -> N
     """Writes what changes in training; the facts come last, so with them the rest is whole."""
     saving = _saving(out, key)
     shutil.rmtree(saving, ignore_errors=True)
-    saving.mkdir(parents=True)
+    _make(saving)
     save_file(_changing(loop.model), saving / _WEIGHTS)
     save_optimizer(loop.optimizer, loop.model, saving / _OPTIMIZER)
     save_file(_random_states(loop.sequences.device), saving / _RANDOM)
@@ -65,6 +65,14 @@ def drop_unfinished(out: Path, key: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # others are there
         (out / FOLDER).rmdir()
+
+
+def _make(folder: Path) -> None:
+    """Anew where another process takes its parent away, empty as that is, in between."""
+    while True:
+        with suppress(FileNotFoundError):
+            folder.mkdir(parents=True)
+            return
 
 
 def _folder(out: Path, key: str) -> Path:
