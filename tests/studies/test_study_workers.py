@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,24 +77,29 @@ def test_a_trial_of_another_process_is_waited_for_and_not_run(finished, tmp_path
     *rows, last = map(json.loads, (out / "results.jsonl").read_text().splitlines())
     for row in rows:
         add_result(tmp_path, row)
-    said = []
+    said, waits = [], threading.Event()
     claims = tmp_path / ".claims"
     claims.mkdir()
-    lock = FileLock(claims / last["key"])
+    lock = FileLock(claims / last["key"], thread_local=False)
     lock.acquire()
-    worker = threading.Thread(target=_end_soon, args=(said, tmp_path, last, lock))
+
+    def say(sentence):
+        said.append(sentence)
+        if "waiting" in sentence:
+            waits.set()
+
+    def end():
+        waits.wait(30)
+        time.sleep(0.1)  # it looks several times
+        add_result(tmp_path, last)
+        lock.release()
+
+    worker = threading.Thread(target=end)
     worker.start()
-    progress = run_study(study, tmp_path, say=said.append)
+    progress = run_study(study, tmp_path, say=say)
     worker.join()
     assert (progress.ran, progress.left) == (0, 0)
     assert sum("waiting for trials" in sentence for sentence in said) == 1
-
-
-def _end_soon(said, out, row, lock):
-    while not any("waiting" in sentence for sentence in said):
-        pass
-    add_result(out, row)
-    lock.release()
 
 
 def test_a_trial_whose_process_was_killed_is_run_by_the_one_that_waits(finished, tmp_path, quick):
@@ -179,6 +185,43 @@ def test_memory_that_others_hold_is_no_result(material, tmp_path, other, monkeyp
             run_study(study, tmp_path)
     assert [row["method"] for row in rows_of(tmp_path)] == ["untouched", "hml"]
     assert run_study(study, tmp_path).ran == 1
+
+
+def test_what_another_process_ran_in_the_end_is_no_failure(finished, tmp_path, other, monkeypatch):
+    study, out, _ = finished
+    full = [row for row in read_results(out).values() if row["method"] == "full"]
+    trained = Loop.step
+
+    def step(self, *args):
+        if self.options.upscale is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        trained(self, *args)
+
+    def say(sentence):
+        if sentence.startswith("4 of 4"):
+            for row in full:
+                add_result(tmp_path, row)
+
+    monkeypatch.setattr(Loop, "step", step)
+    progress = run_study(study, tmp_path, say=say)
+    assert (progress.ran, progress.left) == (2, 0)
+
+
+def test_the_base_is_read_by_the_one_that_is_left(finished, tmp_path):
+    study, out, _ = finished
+    base, _, *rows = read_results(out).values()
+    for row in rows:
+        add_result(tmp_path, row)
+    (tmp_path / ".claims").mkdir()
+    lock = FileLock(tmp_path / ".claims" / base["key"])
+    lock.acquire()
+
+    def say(sentence):
+        if sentence.startswith("1 of 4"):
+            lock.release()  # as the system does for a process that is gone
+
+    run_study(study, tmp_path, say=say)
+    assert [row["method"] for row in rows_of(tmp_path)[-2:]] == ["full", "untouched"]
 
 
 def test_a_model_that_another_process_grows_keeps_nobody_waiting(

@@ -78,10 +78,13 @@ def run_study(
         finals = _finals(study, material.identity, read_results(out), chosen, say)
         done = session.run(finals, are_final=True)
         left = session.left(finals, are_final=True)
-    if session.skipped:
+        if done:  # the process that began with the base may have been killed
+            session.read_base(every[0])
+        skipped = session.skipped()
+    if skipped:
         raise MidusError(
-            f"{session.ran} trials ran and {len(session.skipped)} could not; the first of them is "
-            f"{session.skipped[0]}"
+            f"{session.ran} trials ran and {len(skipped)} could not; the first of them is "
+            f"{skipped[0]}"
         )
     return Progress(session.ran, left, is_out_of_time=not done)
 
@@ -131,8 +134,7 @@ class _Session:
         self._worker = worker
         self._runner = TrialRun(study, material, out, say, track, tasks, worker.solitude)
         self.ran = 0
-        self.skipped: list[str] = []
-        """What could not run, and why."""
+        self._skipped: list[tuple[Trial, bool, str]] = []
 
     def read_base(self, like: Trial) -> None:
         """The untouched base's row, once, and again where other tasks are asked for."""
@@ -195,13 +197,18 @@ class _Session:
             raise
         except MidusError as error:  # a missing package, say: the others can still run
             self._say(f"  skipped: {error}")
-            self.skipped.append(f"{name}: {error}")
+            self._skipped.append((trial, is_final, f"{name}: {error}"))
             return True
         if row is None:
             return False
         self.ran += 1
         self._say(f"  {_said(row)}")
         return True
+
+    def skipped(self) -> list[str]:
+        """What could not run here and has not run elsewhere since, and why."""
+        rows = read_results(self._out)
+        return [why for trial, final, why in self._skipped if not self._is_done(trial, rows, final)]
 
     def left(self, trials: list[Trial], are_final: bool = False) -> int:
         """How many have no row yet."""
