@@ -265,6 +265,20 @@ def test_another_base_than_the_folders_is_refused(midus, shared, tmp_path, mater
     assert speeds_of(shared) == [None] * 4
 
 
+def test_a_study_that_changed_meanwhile_stays_as_it_is(shared, monkeypatch):
+    path, made = shared / "study.json", Material.__init__
+    values = json.loads(path.read_text())
+    values["study"]["seeds"] = [0, 5]
+
+    def changed(self, *args):
+        made(self, *args)
+        path.write_text(json.dumps(values))  # as a study run that ends before the lock is taken
+
+    monkeypatch.setattr(Material, "__init__", changed)
+    time_trials(shared, steps=1, only=["full"])
+    assert json.loads(path.read_text())["study"]["seeds"] == [0, 5]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -315,7 +315,7 @@ def test_what_needs_the_folder_alone_waits_for_no_worker(material, tmp_path, oth
     shared = Material(material["base"], material["tokens"], {})
     with (
         pytest.raises(MidusError, match="in use by another midus study command"),
-        opened(tmp_path, study, shared),
+        opened(tmp_path, shared),
     ):
         pass
     with joined(tmp_path, study, shared) as worker:

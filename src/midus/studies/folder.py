@@ -21,12 +21,12 @@ _PATIENCE = 2.0
 
 
 @contextmanager
-def opened(out: Path, study: StudyOptions, material: Material) -> Iterator[None]:
-    """The folder for this process alone, with the study it holds written down."""
+def opened(out: Path, material: Material) -> Iterator[None]:
+    """The folder of a study for this process alone; the study stays as it is written down."""
     with _locked(out, timeout=0):
         if others_at_work(out):
             raise _in_use(out)
-        _write_study(out, study, material)
+        _check_material(out, material)
         yield
 
 
@@ -80,12 +80,15 @@ def read_study_folder(out: Path) -> tuple[StudyOptions, str]:
         ) from error
 
 
+def _check_material(out: Path, material: Material) -> None:
+    _, before = read_study_folder(out)
+    if before != material.identity:
+        raise MidusError(
+            f"{out} was begun with another base, other tokens or other texts; choose another folder"
+        )
+
+
 def _write_study(out: Path, study: StudyOptions, material: Material) -> None:
     if (out / STUDY_NAME).is_file():
-        _, before = read_study_folder(out)
-        if before != material.identity:
-            raise MidusError(
-                f"{out} was begun with another base, other tokens or other texts; choose another "
-                "folder"
-            )
+        _check_material(out, material)
     write_json(out / STUDY_NAME, {"study": study.to_dict(), "material": material.facts})

@@ -107,7 +107,7 @@ def run_sft(
     base = search_trials(study)[0].options
     options = read_sft_options(config, list(settings), base.model)
     material = Material(base.model, base.data.sources[0].path, study.texts)
-    with opened(folder, study, material):
+    with opened(folder, material):
         sft = begin_sft(folder, name, options)
         tasks = Tasks(study.tasks, base.model) if study.tasks else None
         session = _Session(folder, study, material, sft, options, tasks, deadline, say, track)

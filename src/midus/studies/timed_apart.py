@@ -82,7 +82,7 @@ def time_trials(
         return Timed(0, 0, [])
     base = search_trials(study)[0].options
     material = Material(base.model, base.data.sources[0].path, study.texts)
-    with opened(folder, study, material):
+    with opened(folder, material):
         return _Session(folder, material, steps, say, track).time(groups)
 
 
