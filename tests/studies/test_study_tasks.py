@@ -183,6 +183,33 @@ def test_one_that_shared_its_device_has_no_speed_after_a_stop_between_tasks(
     assert [row["tokens_per_second"] for row in trained] == [None, None]
 
 
+def test_tasks_without_memory_beside_others_are_run_when_those_have_ended(
+    bytes_material, tmp_path, monkeypatch
+):
+    study = tasks_study(bytes_material, methods={"full": {}}, final_seeds=[5])
+    ran, plain = [], tasks_module.run_task
+
+    def run_task(lm, task, limit):
+        if task.name == "boolq" and ran.count("boolq") == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        ran.append(task.name)
+        return plain(lm, task, limit)
+
+    monkeypatch.setattr(tasks_module, "run_task", run_task)
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "is_alone", lambda _: False)
+        with pytest.raises(MidusError, match=r"1 could not; .*beside the other processes"):
+            run_study(study, tmp_path)
+    everything = ["piqa", "boolq", "wikitext"]
+    assert ran == [*everything, "piqa", "wikitext"]
+    monkeypatch.setattr(tasks_module, "run_task", lambda *args: ran.append("again") or plain(*args))
+    monkeypatch.setattr(Loop, "step", lambda *_: pytest.fail("a step was made"))
+    assert run_study(study, tmp_path).ran == 1
+    assert ran[5:] == ["again"]
+    (row,) = [row for row in read_results(tmp_path).values() if row["seed"] == 5]
+    assert not any("error" in score for score in row["tasks"].values())
+
+
 def test_other_tasks_are_measured_of_the_base_and_missed_aloud_of_the_rest(
     measured, bytes_material, tmp_path, monkeypatch
 ):

@@ -21,6 +21,8 @@ from midus.studies.scoring import computing, evaluating
 from midus.studies.trials import hash_facts
 from midus.training.options import TrainOptions
 
+_NO_MEMORY = "memory does not hold a batch of one"
+
 
 class Tasks:
     """The tasks of a study with their documents, read before anything is trained.
@@ -73,6 +75,10 @@ class Tasks:
                     results[key] = self._run(lm, task)
         return True
 
+    def without_memory(self, results: Row) -> list[str]:
+        """What memory did not hold even one example of at a time."""
+        return [key for key, result in results.items() if result.get("error") == _NO_MEMORY]
+
     def scores(self, results: Row) -> Row:
         """What a row says of them: each task's figure, their mean, and what they were."""
         tasks = {column.key: self._score(column, results) for column in self._selection.columns}
@@ -104,7 +110,7 @@ class Tasks:
             return {"error": str(error)}
         except torch.OutOfMemoryError:
             if lm.batch_size_per_gpu == 1:
-                return {"error": "memory does not hold a batch of one"}
+                return {"error": _NO_MEMORY}
         except Exception as error:  # whatever the harness or the device raises
             return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
         # Behind the handler, whose error refers to what was in memory.

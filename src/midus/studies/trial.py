@@ -32,6 +32,10 @@ from midus.upscaling.method import Track
 
 MODELS_NAME = "models"
 Say = Callable[[str], None]
+_NO_MEMORY = (
+    "there is no memory for it beside the other processes of this study; when they have ended, the "
+    "same command runs it"
+)
 # Every how many steps a loss that is no number is looked for.
 _LOOK = 25
 
@@ -103,10 +107,7 @@ class TrialRun:
         except torch.OutOfMemoryError:
             is_shared = not self._has_been_alone(solitude)
         if is_shared:  # not inside the handler: an exception holds the model it came from
-            raise MidusError(
-                "there is no memory for it beside the other processes of this study; when they "
-                "have ended, the same command runs it"
-            )
+            raise MidusError(_NO_MEMORY)
         if ended is None:
             return None
         row = {
@@ -142,7 +143,10 @@ class TrialRun:
         row |= self._scores(model, trial) | {"hardware": hardware(), "conditions": conditions()}
         if self._tasks and is_done(row):
             results: Row = {}
+            solitude = self._solitude()
             self._tasks.measure(model, options, results, self._say)
+            if self._tasks.without_memory(results) and not self._has_been_alone(solitude):
+                raise MidusError(_NO_MEMORY)
             row |= self._tasks.scores(results)
         del model
         _release(self._material.device)
@@ -204,12 +208,19 @@ class TrialRun:
         """Its scores; None where time was up, and what it has so far is kept with its state."""
         before = trained.facts["tasks"]
         results = before.get("results", {}) if before.get("of") == tasks.identity else {}
-        model = trained.loop.model
-        if not tasks.measure(model, trial.options, results, self._say, deadline.is_past):
-            facts = {**trained.facts, "tasks": {"of": tasks.identity, "results": results}}
-            save_unfinished(self._out, key, trained.loop, facts)
-            return None
-        return tasks.scores(results)
+        model, solitude = trained.loop.model, self._solitude()
+        is_whole = tasks.measure(model, trial.options, results, self._say, deadline.is_past)
+        shared = tasks.without_memory(results)
+        if self._has_been_alone(solitude):
+            shared = []
+        if is_whole and not shared:
+            return tasks.scores(results)
+        results = {name: result for name, result in results.items() if name not in shared}
+        facts = {**trained.facts, "tasks": {"of": tasks.identity, "results": results}}
+        save_unfinished(self._out, key, trained.loop, facts)
+        if is_whole:
+            raise MidusError(_NO_MEMORY)
+        return None
 
     def _point(self, loop: Loop, trial: Trial, curve: list[Row], norms: PartNorms | None) -> Row:
         options = trial.options
