@@ -17,6 +17,7 @@ from small import HML, Ticks, make_study, rows_of
 from midus.errors import MidusError
 from midus.studies import folder as folder_module
 from midus.studies import run as run_module
+from midus.studies import trial as trial_module
 from midus.studies.folder import joined, opened
 from midus.studies.grid import search_trials
 from midus.studies.loop import Loop
@@ -150,6 +151,16 @@ def test_one_that_began_beside_another_has_none_when_it_goes_on_alone(material, 
         assert list(tmp_path.glob("unfinished/*/facts.json"))
     run_study(study, tmp_path)
     (row,) = [row for row in read_results(tmp_path).values() if row["method"] == "hml"]
+    assert (row["status"], row["tokens_per_second"]) == ("done", None)
+
+
+def test_one_that_goes_on_on_another_device_has_no_speed(material, tmp_path, monkeypatch):
+    study = make_study(material, methods={"full": {}}, search={})
+    with monkeypatch.context() as patch:
+        patch.setattr(trial_module, "hardware", lambda: "1 x another")
+        assert run_study(study, tmp_path, deadline=Deadline(6, Ticks())).is_out_of_time
+    run_study(study, tmp_path)
+    _, row = read_results(tmp_path).values()
     assert (row["status"], row["tokens_per_second"]) == ("done", None)
 
 

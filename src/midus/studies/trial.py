@@ -162,7 +162,8 @@ class TrialRun:
         watch = Stopwatch(device, earlier.get("tokens", 0), earlier.get("seconds", 0.0))
         curve: list[Row] = earlier.get("curve", [])
         solitude = self._solitude()
-        is_alone = earlier.get("alone", True)
+        # Steps on two kinds of device have no speed together.
+        is_alone = earlier.get("alone", True) and earlier.get("hardware", hardware()) == hardware()
         norms = PartNorms(model) if "gradients" in study.measure else None
         points = curve_steps(loop.num_steps, study.curve_points)
         pace = Pace(deadline.has_limit and device.type == "cuda")
@@ -177,7 +178,8 @@ class TrialRun:
             if deadline.is_past():
                 watch.stop()
                 facts = {"tokens": watch.tokens, "seconds": watch.seconds, "curve": curve}
-                facts["alone"] = is_alone and self._has_been_alone(solitude)
+                facts |= {"alone": is_alone and self._has_been_alone(solitude)}
+                facts |= {"hardware": hardware()}
                 save_unfinished(self._out, key, loop, facts)
                 return _Trained(loop, None, facts)
             is_point = loop.done + 1 in points
