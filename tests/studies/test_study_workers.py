@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -101,6 +102,32 @@ def test_a_trial_of_another_process_is_waited_for_and_not_run(finished, tmp_path
     worker.join()
     assert (progress.ran, progress.left) == (0, 0)
     assert sum("waiting for trials" in sentence for sentence in said) == 1
+
+
+def test_a_trial_that_ended_just_before_its_claim_is_not_run_again(finished, tmp_path, monkeypatch):
+    study, out, _ = finished
+    rows, claimed = read_results(out), Worker.claimed
+
+    @contextmanager
+    def ended(self, key):
+        with claimed(self, key) as is_ours:
+            add_result(tmp_path, rows[key])
+            yield is_ours
+
+    monkeypatch.setattr(Worker, "claimed", ended)
+    assert run_study(study, tmp_path).ran == 0
+    assert read_results(tmp_path) == rows
+
+
+def test_lines_are_written_one_after_the_other(finished, tmp_path):
+    row = next(iter(read_results(finished[1]).values()))
+    writer = threading.Thread(target=add_result, args=(tmp_path, row))
+    with FileLock(tmp_path / ".writing"):
+        writer.start()
+        writer.join(timeout=0.2)
+        assert not (tmp_path / "results.jsonl").exists()
+    writer.join()
+    assert read_results(tmp_path) == {row["key"]: row}
 
 
 def test_a_trial_whose_process_was_killed_is_run_by_the_one_that_waits(finished, tmp_path, quick):
