@@ -1,6 +1,7 @@
 """What every trial of a study shares: the base, the tokens and the texts, each loaded once."""
 
 import copy
+import gc
 import hashlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -102,6 +103,12 @@ class Material:
             record_base(model.config, self.source)
         model, _ = settle_model(model, options)
         return model.to(self.device)
+
+    def release(self) -> None:
+        """Frees what a trial held: models whose forward was replaced refer to themselves."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def is_being_grown(self, options: TrainOptions) -> bool:
         """Whether another process makes the blocks that `start` would have to wait for."""

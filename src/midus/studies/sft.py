@@ -4,7 +4,6 @@ Paper, Section 5.1: after continual pre-training all parameters are fine-tuned o
 one rate for every method. Each model is one run of `midus train`, then read as in the study.
 """
 
-import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -165,7 +164,7 @@ class _Session:
                     self._skip(finalist, _NO_MEMORY)
                     continue
                 finally:
-                    self._release()
+                    self._material.release()
                 if row is None:
                     return False
                 add_result(self._out, row)
@@ -192,7 +191,7 @@ class _Session:
             )
         except TimeIsUp:
             return None
-        self._release()
+        self._material.release()
         measured = self._measure(finalist, options, run)
         if measured is None:
             return None
@@ -265,12 +264,6 @@ class _Session:
     def _skip(self, finalist: Finalist, why: str) -> None:
         self._say(f"  skipped: {why}")
         self.skipped.append(f"{finalist.said}: {why}")
-
-    def _release(self) -> None:
-        """Frees what a run held: models whose forward was replaced refer to themselves."""
-        gc.collect()
-        if self._material.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _said(row: Row) -> str:

@@ -1,6 +1,5 @@
 """Speeds of trials that have none, as those that shared their device: steps alone, timed after."""
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -131,7 +130,7 @@ class _Session:
             except MidusError as error:  # a missing package, say: the others can still be timed
                 why = str(error)
             # Not before an exception is gone: it holds the model it came from.
-            self._release()
+            self._material.release()
             if speed is None:
                 self._say(f"  skipped: {why}")
                 skipped.append(f"{group.said}: {why}")
@@ -175,9 +174,3 @@ class _Session:
         if reason and reason not in self._told:
             self._told.add(reason)
             self._say(f"  steps are no CUDA graphs: {reason}")
-
-    def _release(self) -> None:
-        """Frees what a timing held: models whose forward was replaced refer to themselves."""
-        gc.collect()
-        if self._material.device.type == "cuda":
-            torch.cuda.empty_cache()

@@ -1,6 +1,5 @@
 """One trial from start to row: grown, trained, read on validation, test and other texts."""
 
-import gc
 import math
 import time
 from collections.abc import Callable
@@ -90,7 +89,7 @@ class TrialRun:
         try:
             return self._run(trial, key, deadline, self._tasks if with_tasks else None)
         finally:
-            _release(self._material.device)
+            self._material.release()
 
     def _run(self, trial: Trial, key: str, deadline: Deadline, tasks: Tasks | None) -> Row | None:
         began = time.perf_counter()
@@ -149,7 +148,7 @@ class TrialRun:
                 raise MidusError(_NO_MEMORY)
             row |= self._tasks.scores(results)
         del model
-        _release(self._material.device)
+        self._material.release()
         return row
 
     def _train(self, trial: Trial, key: str, deadline: Deadline) -> _Trained:
@@ -333,13 +332,6 @@ def trial_facts(study: StudyOptions, trial: Trial, key: str) -> Row:
 
 def _count(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _release(device: torch.device) -> None:
-    """Frees what a trial held: models whose forward was replaced refer to themselves."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _peak_gb(device: torch.device) -> float | None:
