@@ -14,7 +14,6 @@ from midus.ops.block_ops import (
     rms_norm,
     rotate_heads,
 )
-from midus.ops.linear_topk.reference import linear_topk
 from midus.ops.memory_ops import (
     attend_and_read,
     headwise_memory,
@@ -22,6 +21,7 @@ from midus.ops.memory_ops import (
     product_key_topk,
     weighted_gather,
 )
+from midus.ops.search_ops import linear_topk
 from midus.ops.tucker_topk.reference import tucker_topk
 
 __all__ = [

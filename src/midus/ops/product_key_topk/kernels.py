@@ -17,7 +17,7 @@ from midus.ops.product_key_topk.search import find_slots, query_rows, search_blo
 
 
 @triton.jit
-def _half_gradient(
+def half_gradient(
     grad_scores, slot_idx, keys, grad_queries, mask, num_subkeys: tl.constexpr,
     subkey_dim: tl.constexpr,
     IS_COLUMN: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -49,11 +49,11 @@ def query_gradients(
     """Both halves of the queries at the given lines of ``[T, H, E]``."""
     rows = grad_queries + line * 2 * subkey_dim
     keys = head * num_subkeys * subkey_dim
-    _half_gradient(
+    half_gradient(
         grad_scores, slot_idx, row_keys + keys, rows, mask, num_subkeys, subkey_dim,
         False, TOP_K, BLOCK_T, BLOCK_E, BLOCK_K, UNROLL,
     )  # fmt: skip
-    _half_gradient(
+    half_gradient(
         grad_scores, slot_idx, col_keys + keys, rows + subkey_dim, mask, num_subkeys, subkey_dim,
         True, TOP_K, BLOCK_T, BLOCK_E, BLOCK_K, UNROLL,
     )  # fmt: skip
