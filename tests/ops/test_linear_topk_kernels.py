@@ -196,7 +196,7 @@ def test_compiles_as_one_graph_and_gives_the_same():
 
 def test_refuses_what_the_kernels_cannot_keep():
     queries, keys = random_inputs(Shape(3, 2, 8, 20, 2))
-    with pytest.raises(MidusError, match="top_k=17; the kernels keep up to 16"):
+    with pytest.raises(MidusError, match="top_k=17 and rank 1; the kernels keep up to 16"):
         linear_topk(queries, keys, 17, backend="triton")
     assert linear_topk(queries, keys, 17)[0].shape == (3, 2, 17)
     with pytest.raises(MidusError, match="top_k=21 is not between 1 and the 20 slots"):

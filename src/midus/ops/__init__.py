@@ -21,8 +21,7 @@ from midus.ops.memory_ops import (
     product_key_topk,
     weighted_gather,
 )
-from midus.ops.search_ops import linear_topk
-from midus.ops.tucker_topk.reference import tucker_topk
+from midus.ops.search_ops import linear_topk, tucker_topk
 
 __all__ = [
     "attend_and_read",
