@@ -50,7 +50,7 @@ class Shares:
     memory_us: Mapping[str, float]
     """The same of a memory block, by kind."""
     linear_passes: float
-    """Times a linear memory's scores pass the GPU's memory in their search, which is ops of
+    """Times a linear memory's scores pass the GPU's memory in the search of its reference, ops of
     PyTorch: coarse, one number for all of them."""
     ultramem_passes: float
     """The same of UltraMem's, besides what is counted."""
