@@ -199,7 +199,8 @@ def test_the_grid_on_general_text_differs_in_data_rates_and_what_is_measured():
     left, right = math.to_dict(), general.to_dict()
     changed = {key for key in left if left[key] != right[key]}
     assert changed == {"name", "run", "methods", "search", "final_seeds", "tasks", "paper"} | {
-        "final_tokens"
+        "finalists",
+        "final_tokens",
     }
     left["run"]["data"] |= {"sources": "study_data/general", "max_tokens": 3_276_800}
     assert left["run"] == right["run"]

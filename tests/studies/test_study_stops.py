@@ -194,7 +194,7 @@ def test_a_model_that_cannot_be_written_costs_no_row(material, tmp_path, monkeyp
     study, said = make_study(material, **KEPT), []
     monkeypatch.setattr(trial_module, "write_weights", full_disk)
     run_study(study, tmp_path, say=said.append)
-    assert [row["status"] for row in rows_of(tmp_path)] == ["done"] * 3
+    assert [row["status"] for row in rows_of(tmp_path)] == ["done"] * 2
     assert sum("the model is not kept (" in sentence for sentence in said) == 1
     monkeypatch.undo()
     assert run_study(study, tmp_path).ran == 1

@@ -52,6 +52,9 @@ def bytes_material(tmp_path_factory):
     return {"base": str(folder / "base"), "tokens": str(tokens.path), "data": str(data)}
 
 
+TWO_RATES = {"optimizer.lr": [1e-3, 1e-2]}
+
+
 def tasks_study(material, tasks=(), **overrides):
     tasks = {"names": NAMES, "data": material["data"], "limit": 5, "batch_size": 4, **dict(tasks)}
     values = {
@@ -68,8 +71,8 @@ def tasks_study(material, tasks=(), **overrides):
 def measured(bytes_material, tmp_path_factory):
     """A study with tasks that has ended, its folder, and what it said."""
     out, said = tmp_path_factory.mktemp("measured"), []
-    study = tasks_study(bytes_material)
-    assert run_study(study, out, say=said.append).ran == 2 + 4
+    study = tasks_study(bytes_material, search=TWO_RATES)
+    assert run_study(study, out, say=said.append).ran == 4 + 4
     return study, out, said
 
 
@@ -103,11 +106,11 @@ def test_scores_are_those_of_midus_eval(midus, measured, bytes_material, tmp_pat
 
 def test_the_search_has_no_tasks_and_its_trial_runs_again_as_a_final_one(measured):
     _, out, said = measured
-    base, full, hml, *finals = rows_of(out)
+    base, *rows = rows_of(out)
     assert (base["method"], "tasks" in base) == ("untouched", True)
-    assert [(row["method"], "tasks" in row) for row in (full, hml)] == [
-        ("full", False),
-        ("hml", False),
+    searched, finals = rows[:4], rows[4:]
+    assert [(row["method"], "tasks" in row) for row in searched] == [
+        (method, False) for method in ("full", "full", "hml", "hml")
     ]
     # Each final trial leaves its figures, then its scores, then where its model is.
     kinds = [(row["method"], row["seed"], "tasks" in row, "model" in row) for row in finals]
@@ -123,9 +126,18 @@ def test_the_search_has_no_tasks_and_its_trial_runs_again_as_a_final_one(measure
     assert f"tasks {100 * base['tasks_mean']:.2f} %" in said[3]
 
 
+def test_a_method_with_nothing_to_choose_is_trained_once(bytes_material, tmp_path):
+    study = tasks_study(bytes_material, {"names": ["piqa"]}, methods={"full": {"keep": True}})
+    assert run_study(study, tmp_path).ran == 2
+    kinds = [(row["seed"], "tasks" in row, "model" in row) for row in rows_of(tmp_path)[1:]]
+    whole = [(False, False), (True, False), (True, True)]
+    assert kinds == [(seed, *has) for seed in (0, 5) for has in whole]
+
+
 def test_tasks_change_no_bit_of_any_training_and_no_key(measured, bytes_material, tmp_path):
     _, out, _ = measured
-    plain = StudyOptions.from_dict({**tasks_study(bytes_material).to_dict(), "tasks": None})
+    study = tasks_study(bytes_material, search=TWO_RATES)
+    plain = StudyOptions.from_dict({**study.to_dict(), "tasks": None})
     run_study(plain, tmp_path)
     wanted = [without(row) for row in rows_of(tmp_path) if "model" not in row]
     found = [without(row) for row in rows_of(out) if "tasks" not in row]
@@ -428,15 +440,22 @@ def test_a_task_that_fails_costs_no_training_and_is_not_tried_again(
     tasks = {"names": ["piqa"]}
     study = tasks_study(bytes_material, tasks, methods={"full": {}}, final_seeds=[0])
     monkeypatch.setattr(tasks_module, "run_task", fails)
-    assert run_study(study, tmp_path).ran == 2  # the search's again, for its tasks
-    assert [row.get("tasks_mean", "none") for row in rows_of(tmp_path)] == [
-        None,
-        "none",
-        "none",
-        None,
-    ]
+    assert run_study(study, tmp_path).ran == 1
+    assert [row.get("tasks_mean", "none") for row in rows_of(tmp_path)] == [None, "none", None]
     assert run_study(study, tmp_path).ran == 0
     assert f"- full: piqa failed ({said} a perplexity" in to_markdown(make_report(tmp_path), [])
+
+
+def test_windows_of_a_text_are_read_in_smaller_batches(bytes_material, tmp_path, monkeypatch):
+    rows, plain = {}, tasks_module.run_task
+
+    def run_task(lm, task, limit):
+        rows[task.name] = lm.batch_size_per_gpu
+        return plain(lm, task, limit)
+
+    monkeypatch.setattr(tasks_module, "run_task", run_task)
+    run_study(tasks_study(bytes_material, methods={"full": {}}, final_seeds=[0]), tmp_path)
+    assert rows == {"piqa": 4, "boolq": 4, "wikitext": 2}
 
 
 def test_nothing_holds_a_model_that_was_measured(bytes_material, tmp_path, monkeypatch):

@@ -72,6 +72,24 @@ def test_final_trials_are_those_of_the_search_where_seeds_are():
     assert [t.key("same") in searched for t in finals] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("search", "own", "finals"),
+    [
+        ({}, {}, [True, False]),
+        ({"optimizer.lr": [1e-3]}, {}, [True, False]),
+        ({"optimizer.lr": [1e-3, 1e-2]}, {}, [False] * 4),
+        ({}, {"final_tokens": 1024}, [False, False]),
+        ({}, {"final_seeds": []}, [False, False]),
+    ],
+)
+def test_where_nothing_is_chosen_trials_of_final_seeds_are_final(search, own, finals):
+    own = {"final_seeds": [0, 5], "seeds": [0, 1], **own}
+    methods = {"full": {"keep": bool(own["final_seeds"])}}
+    trials = search_trials(make_study(PLACES, methods=methods, search=search, **own))
+    assert [trial.is_final for trial in trials] == finals
+    assert [trial.keep for trial in trials] == finals
+
+
 def test_a_key_follows_everything_but_places():
     study = make_study(PLACES)
     keys = [t.key("a") for t in search_trials(study)]

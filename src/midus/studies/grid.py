@@ -16,13 +16,19 @@ from midus.training.reading import set_option
 
 
 def search_trials(study: StudyOptions) -> list[Trial]:
-    """Every trial of the search, method by method."""
-    trials = [
-        make_trial(study, name, varied, seed)
-        for name, method in study.methods.items()
-        for varied in _settings(study, method)
-        for seed in study.seeds
-    ]
+    """Every trial of the search, method by method.
+
+    Where a method has one setting, nothing is chosen: its trials of final seeds are final ones.
+    """
+    trials: list[Trial] = []
+    for name, method in study.methods.items():
+        settings = list(_settings(study, method))
+        finals = study.final_seeds if len(settings) == 1 and study.final_tokens is None else []
+        trials += [
+            make_trial(study, name, varied, seed, is_final=seed in finals)
+            for varied in settings
+            for seed in study.seeds
+        ]
     check_fair(study, trials)
     check_lengths(study, trials)
     return trials
@@ -75,7 +81,8 @@ def make_trial(
         refuse_ignored(options)
     except MidusError as error:
         raise MidusError(f"{said}: {error}") from error
-    return Trial(name, varied, seed, options, keep=is_final and study.methods[name].keep)
+    keep = is_final and study.methods[name].keep
+    return Trial(name, varied, seed, options, is_final, keep)
 
 
 def _settings(study: StudyOptions, method: MethodOptions) -> Iterator[dict[str, Any]]:

@@ -76,8 +76,8 @@ def run_study(
         if not session.run(trials):
             return Progress(session.ran, session.left(trials), is_out_of_time=True)
         finals = _finals(study, material.identity, read_results(out), chosen, say)
-        done = session.run(finals, are_final=True)
-        left = session.left(finals, are_final=True)
+        done = session.run(finals)
+        left = session.left(finals)
         if done:  # the process that began with the base may have been killed
             session.read_base(every[0])
         skipped = session.skipped()
@@ -134,7 +134,8 @@ class _Session:
         self._worker = worker
         self._runner = TrialRun(study, material, out, say, track, tasks, worker.solitude)
         self.ran = 0
-        self._skipped: list[tuple[Trial, bool, str]] = []
+        self._skipped: list[tuple[Trial, str]] = []
+        self._tried: set[tuple[str, bool]] = set()
 
     def read_base(self, like: Trial) -> None:
         """The untouched base's row, once, and again where other tasks are asked for."""
@@ -147,25 +148,24 @@ class _Session:
                 add_result(self._out, row)
                 self._say(f"the base as it came: {_said(row)}")
 
-    def run(self, trials: list[Trial], are_final: bool = False) -> bool:
+    def run(self, trials: list[Trial]) -> bool:
         """Runs what has not run and waits for what others run; False where time was up before."""
-        self._tell_lacking(trials, are_final)
-        tried: set[str] = set()
+        self._tell_lacking(trials)
         has_waited = False
-        while (is_over := self._go_through(trials, are_final, tried)) is None:
+        while (is_over := self._go_through(trials)) is None:
             if not has_waited:
                 self._say("waiting for trials that other processes run")
                 has_waited = True
             time.sleep(_WAIT)
         return is_over
 
-    def _go_through(self, trials: list[Trial], are_final: bool, tried: set[str]) -> bool | None:
+    def _go_through(self, trials: list[Trial]) -> bool | None:
         """Whether all have ended; False where time is up, None where others have some of them."""
         others_have_some = False
         rows = read_results(self._out)
         for number, trial in enumerate(trials, start=1):
             key = trial.key(self._identity)
-            if key in tried or self._is_done(trial, rows, are_final):
+            if (key, trial.is_final) in self._tried or self._is_done(trial, rows):
                 continue
             if self._deadline.is_past():
                 return False
@@ -177,27 +177,27 @@ class _Session:
                 rows = read_results(self._out)
                 if not is_ours:
                     others_have_some = True
-                elif not self._is_done(trial, rows, are_final):
-                    tried.add(key)
-                    if not self._run_one(trial, f"{number} of {len(trials)}", rows, are_final):
+                elif not self._is_done(trial, rows):
+                    self._tried.add((key, trial.is_final))
+                    if not self._run_one(trial, f"{number} of {len(trials)}", rows):
                         return False
         return None if others_have_some else True
 
-    def _run_one(self, trial: Trial, count: str, rows: dict[str, Row], is_final: bool) -> bool:
+    def _run_one(self, trial: Trial, count: str, rows: dict[str, Row]) -> bool:
         """Runs a trial; False where time was up before its end."""
         name = f"{trial.method}, {trial.setting or 'as it is'}, seed {trial.seed}"
-        if is_final and self._study.final_tokens is not None:
+        if trial.is_final and self._study.final_tokens is not None:
             name += f", {trial.tokens:,} tokens"
         self._say(f"{count}: {name}")
         key = trial.key(self._identity)
-        with_tasks = is_final and not self._has_these_tasks(rows.get(key, {}))
+        with_tasks = self._is_scored(trial) and not self._has_these_tasks(rows.get(key, {}))
         try:
             row = self._runner.run(trial, key, self._deadline, with_tasks)
         except NotWritten:
             raise
         except MidusError as error:  # a missing package, say: the others can still run
             self._say(f"  skipped: {error}")
-            self._skipped.append((trial, is_final, f"{name}: {error}"))
+            self._skipped.append((trial, f"{name}: {error}"))
             return True
         if row is None:
             return False
@@ -208,34 +208,46 @@ class _Session:
     def skipped(self) -> list[str]:
         """What could not run here and has not run elsewhere since, and why."""
         rows = read_results(self._out)
-        return [why for trial, final, why in self._skipped if not self._is_done(trial, rows, final)]
+        return [why for trial, why in self._skipped if not self._is_done(trial, rows)]
 
-    def left(self, trials: list[Trial], are_final: bool = False) -> int:
+    def left(self, trials: list[Trial]) -> int:
         """How many have no row yet."""
         rows = read_results(self._out)
-        return sum(not self._is_done(trial, rows, are_final) for trial in trials)
+        return sum(not self._is_done(trial, rows) for trial in trials)
 
-    def _is_done(self, trial: Trial, rows: dict[str, Row], is_final: bool) -> bool:
+    def _is_done(self, trial: Trial, rows: dict[str, Row]) -> bool:
         row = rows.get(trial.key(self._identity))
         if row is None or not is_done(row):
             return row is not None
         # It may have run in the search, where models are not kept and have no tasks.
-        if is_final and self._tasks and not row.get("tasks"):
+        if self._is_scored(trial) and not row.get("tasks"):
             return False
         model = row.get("model")
         return not trial.keep or (bool(model) and (self._out / str(model)).is_dir())
 
+    def _is_scored(self, trial: Trial) -> bool:
+        """Whether its model is measured on tasks."""
+        return trial.is_final and self._tasks is not None
+
     def _has_these_tasks(self, row: Row) -> bool:
         return self._tasks is None or row.get("tasks_of") == self._tasks.identity
 
-    def _tell_lacking(self, trials: list[Trial], are_final: bool) -> None:
+    def _tell_lacking(self, trials: list[Trial]) -> None:
         """Rows that ended before something was asked for: nothing would measure it any more."""
         rows = read_results(self._out)
-        found = [row for trial in trials if (row := rows.get(trial.key(self._identity)))]
-        tasks_of = self._tasks.identity if self._tasks and are_final else None
-        lacking = [what for row in found if (what := lacks(row, self._study, tasks_of))]
-        without = [row for row in found if is_done(row) and not row.get("tasks")]
-        if tasks_of and without:
+        found = [(t, row) for t in trials if (row := rows.get(t.key(self._identity)))]
+        tasks_of = self._tasks.identity if self._tasks else None
+        lacking = [
+            what
+            for trial, row in found
+            if (what := lacks(row, self._study, tasks_of if self._is_scored(trial) else None))
+        ]
+        without = [
+            row
+            for trial, row in found
+            if self._is_scored(trial) and is_done(row) and not row.get("tasks")
+        ]
+        if without:
             self._say(
                 f"{len(without)} of {len(trials)} final trials ended without tasks and run again"
             )

@@ -22,6 +22,8 @@ from midus.studies.trials import hash_facts
 from midus.training.options import TrainOptions
 
 _NO_MEMORY = "memory does not hold a batch of one"
+# Rows of a batch of whole texts, read in windows as long as the model reads.
+_WINDOWS = 2
 
 
 class Tasks:
@@ -104,7 +106,7 @@ class Tasks:
         """A result, or why there is none: a training must not be lost to a task."""
         try:
             # The harness draws bars of its own.
-            with redirect_stderr(io.StringIO()):
+            with redirect_stderr(io.StringIO()), _few_windows(lm, task):
                 return asdict(run_task(lm, task, self._options.limit))
         except MidusError as error:
             return {"error": str(error)}
@@ -171,6 +173,18 @@ def _averaged(selection: Selection) -> list[Column]:
         for column in selection.columns
         if column.percent and (average is None or (column.variant_of or column.key) in average.over)
     ]
+
+
+@contextmanager
+def _few_windows(lm: Any, task: HarnessTask) -> Iterator[None]:
+    """Smaller batches of windows: logits of as many as of examples would fill a large GPU."""
+    rows = lm.batch_size_per_gpu
+    if task.task.OUTPUT_TYPE == "loglikelihood_rolling":
+        lm.batch_size_per_gpu = min(rows, _WINDOWS)
+    try:
+        yield
+    finally:
+        lm.batch_size_per_gpu = rows
 
 
 @contextmanager

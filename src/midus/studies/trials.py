@@ -23,7 +23,10 @@ class Trial:
     seed: int
     options: TrainOptions
     """Everything, as `midus train` would take it."""
+    is_final: bool = False
+    """Whether it is what its method comes to, and is measured on tasks."""
     keep: bool = False
+    """Whether its model is kept."""
 
     @property
     def setting(self) -> str:
