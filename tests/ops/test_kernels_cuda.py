@@ -83,12 +83,14 @@ def test_norm_of_a_stream_in_a_cuda_graph(trains):
 
 def check_search_in_a_cuda_graph(search, scores_of, leaves):
     """Slots of the reference, scores and gradients of float64, and the same bits in a graph."""
-    slot_idx, scores = search(*leaves, 4)
+    # Nothing of an earlier pass may be alive: its nodes are of another stream than the capture's.
+    with torch.no_grad():
+        slot_idx, scores = search(*leaves, 4)
     grad = torch.randn_like(scores)
 
     def step():
         slot_idx, scores = search(*leaves, 4)
-        return slot_idx, scores, *torch.autograd.grad(scores, leaves, grad)
+        return slot_idx, scores.detach(), *torch.autograd.grad(scores, leaves, grad)
 
     eager = step()
     torch.cuda.synchronize()
