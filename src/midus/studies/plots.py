@@ -9,6 +9,9 @@ from midus.studies.figures import Line, tokens_read
 from midus.studies.report import StudyReport
 
 CURVES_NAME, PARAMETERS_NAME = "curves.png", "parameters.png"
+# Where a name may stand beside its point, in points of print, and which side of it is there.
+_PLACES = [(6, 0, "left"), (6, 8, "left"), (6, -8, "left"), (-6, 0, "right"), (-6, 8, "right")]
+_PLACES += [(-6, -8, "right"), (0, 12, "center"), (0, -12, "center"), (6, 16, "left")]
 
 
 def plot_study(report: StudyReport, out: Path) -> list[str]:
@@ -32,7 +35,7 @@ def _length(lines: list[Line]) -> str:
 
 
 def _plot_curves(lines: list[Line], path: Path, title: str) -> None:
-    figure, axes = make_figure((6.4, 4.2), title)
+    figure, axes = make_figure((8.0, 4.2), title)
     for number, line in enumerate(lines):
         points = _curve(line)
         axes.plot(
@@ -46,12 +49,13 @@ def _plot_curves(lines: list[Line], path: Path, title: str) -> None:
         )
     axes.set(xscale="log", xlabel="tokens", ylabel="validation loss (nats per token)")
     axes.set_title("Best setting of each method, mean over seeds")
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=130)
 
 
 def _plot_parameters(lines: list[Line], path: Path, title: str) -> None:
-    figure, axes = make_figure((6.4, 4.2), title)
+    figure, axes = make_figure((8.0, 4.2), title)
+    named: list[tuple[float, float, str]] = []
     for number, line in enumerate(lines):
         values = line.values(lambda row: row["test"]["perplexity"])
         mean, params = statistics.mean(values), line.rows[0]["trainable"]
@@ -59,19 +63,47 @@ def _plot_parameters(lines: list[Line], path: Path, title: str) -> None:
             axes.axhline(mean, color="#9a9a9a", linewidth=1, label=line.label)
             continue
         error = statistics.stdev(values) if len(values) > 1 else 0.0
-        axes.errorbar(params / 1e6, mean, yerr=error, fmt="o", color=f"C{number % 10}", capsize=3)
-        axes.annotate(
-            line.label,
-            (params / 1e6, mean),
-            xytext=(5, 4),
-            textcoords="offset points",
-            fontsize=8,
+        axes.errorbar(
+            params / 1e6,
+            mean,
+            yerr=error,
+            fmt="os"[number // 10 % 2],
+            color=f"C{number % 10}",
+            capsize=3,
         )
+        named.append((params / 1e6, mean, line.label))
     axes.set(xscale="log", xlabel="trained parameters, millions", ylabel="test perplexity")
     axes.set_title("Mean and standard deviation over seeds")
+    _name_points(figure, axes, named)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=130)
+
+
+def _name_points(figure: Any, axes: Any, named: list[tuple[float, float, str]]) -> None:
+    """Writes each name beside its point, where it covers the fewest points and other names."""
+    figure.draw_without_rendering()  # sizes are known then
+    points = [axes.transData.transform((x, y)) for x, y, _ in named]
+    boxes: list[Any] = []
+    for x, y, name in named:
+        tries = [
+            axes.annotate(
+                name, (x, y), (dx, dy), textcoords="offset points", ha=ha, va="center", fontsize=8
+            )
+            for dx, dy, ha in _PLACES
+        ]
+        found = [text.get_window_extent() for text in tries]
+        covered = [
+            sum(box.overlaps(other) for other in boxes)
+            + sum(box.padded(4).contains(*point) for point in points)
+            + (not axes.bbox.containsx(box.x0) or not axes.bbox.containsx(box.x1))
+            for box in found
+        ]
+        best = covered.index(min(covered))
+        boxes.append(found[best])
+        for number, text in enumerate(tries):
+            if number != best:
+                text.remove()
 
 
 def _curve(line: Line) -> list[tuple[int, float]]:

@@ -24,7 +24,7 @@ def plot_scaling(scaling: Scaling, at: list[float], path: Path, title: str) -> N
     from matplotlib import rc_context
 
     with rc_context(STYLE):
-        figure, axes = make_figure((6.4, 4.2), title)
+        figure, axes = make_figure((8.0, 4.2), title)
         for number, fit in enumerate(scaling.fits):
             _plot(axes, fit, at, f"C{number % 10}")
         axes.set(
@@ -34,7 +34,7 @@ def plot_scaling(scaling: Scaling, at: list[float], path: Path, title: str) -> N
         )
         inside = "inside one run each" if scaling.curves else "the ends of runs"
         axes.set_title(f"E + A x^-alpha through {inside}, and 95 % intervals")
-        axes.legend(fontsize=8)
+        figure.legend(loc="outside right upper", fontsize=8)
         figure.savefig(path, dpi=130)
 
 
