@@ -9,6 +9,14 @@ from small_sft import LORA, SEEDS, write_rows
 from midus.studies.run import run_study
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory):
+    # Studies of tests that run side by side must not be seen on this machine's device.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIDUS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def material(tmp_path_factory):
     return make_material(tmp_path_factory.mktemp("material"))

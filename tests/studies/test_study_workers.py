@@ -23,6 +23,7 @@ from midus.studies.folder import joined, opened
 from midus.studies.grid import search_trials
 from midus.studies.loop import Loop
 from midus.studies.material import Material
+from midus.studies.presence import device_name
 from midus.studies.results import add_result, read_results
 from midus.studies.run import run_study
 from midus.studies.timing import Deadline
@@ -40,8 +41,7 @@ def by_key(rows):
 def other(tmp_path):
     """Another process at work in the folder, as its locks show it."""
     (tmp_path / ".workers").mkdir()
-    name = Worker(tmp_path, CPU)._own.name.split("@", 1)[1]
-    with FileLock(tmp_path / ".workers" / f"0@{name}"):
+    with FileLock(tmp_path / ".workers" / f"0@{device_name(CPU)}"):
         yield
 
 
@@ -169,9 +169,8 @@ def test_a_trial_beside_another_has_no_speed(finished, tmp_path, other):
 
 def test_one_that_began_beside_another_has_none_when_it_goes_on_alone(material, tmp_path):
     study = make_study(material, methods={"hml": {"set": HML}}, search={})
-    name = Worker(tmp_path, CPU)._own.name.split("@", 1)[1]
     (tmp_path / ".workers").mkdir()
-    with FileLock(tmp_path / ".workers" / f"0@{name}"):
+    with FileLock(tmp_path / ".workers" / f"0@{device_name(CPU)}"):
         assert run_study(study, tmp_path, deadline=Deadline(0.0)).is_out_of_time
         ticks = iter(range(100))
         run_study(study, tmp_path, deadline=Deadline(6, lambda: next(ticks)))

@@ -19,7 +19,7 @@ from midus.studies.tasks import Tasks
 from midus.studies.timing import Deadline
 from midus.studies.trial import TrialRun, curve_steps
 from midus.studies.trials import Trial, base_key
-from midus.studies.workers import Worker
+from midus.studies.workers import UNSEEN, Worker
 from midus.training.options import TrainOptions
 from midus.upscaling.method import Track
 
@@ -71,6 +71,8 @@ def run_study(
     material = Material(model, tokens, study.texts)
     check_trials(trials, material.base.config)
     with joined(out, study, material) as worker:
+        if not worker.sees_other_studies:
+            say(UNSEEN)
         session = _Session(study, material, out, deadline, say, track, tasks, worker)
         session.read_base(every[0])
         if not session.run(trials):

@@ -16,12 +16,16 @@ from midus.studies.results import Row, add_speed, is_done, read_results
 from midus.studies.step_cost import step_cost
 from midus.studies.timing import WARM_STEPS, Stopwatch
 from midus.studies.trials import UNTOUCHED
+from midus.studies.workers import UNSEEN, Worker
 from midus.training.options import TrainOptions
 from midus.training.run import hardware
 from midus.upscaling.method import Track
 
 Say = Callable[[str], None]
 _NO_MEMORY = "memory does not hold it; free the device, or take another"
+_NOT_ALONE = (
+    "another study has come to the device; when it has ended, the same command times what is left"
+)
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,10 @@ def time_trials(
         return Timed(0, 0, [])
     base = search_trials(study)[0].options
     material = Material(base.model, base.data.sources[0].path, study.texts)
-    with opened(folder, material):
-        return _Session(folder, material, steps, say, track).time(groups)
+    with opened(folder, material, only_alone=True) as worker:
+        if not worker.sees_other_studies:
+            say(UNSEEN)
+        return _Session(folder, material, worker, steps, say, track).time(groups)
 
 
 def _without_speed(rows: list[Row], identity: str, say: Say) -> list[Row]:
@@ -112,9 +118,11 @@ def _said(row: Row) -> str:
 class _Session:
     """What the timings of one call have in common."""
 
-    def __init__(self, folder: Path, material: Material, steps: int, say: Say, track: Track):
-        self._folder, self._material, self._steps = folder, material, steps
-        self._say, self._track = say, track
+    def __init__(
+        self, folder: Path, material: Material, worker: Worker, steps: int, say: Say, track: Track
+    ) -> None:
+        self._folder, self._material, self._worker = folder, material, worker
+        self._steps, self._say, self._track = steps, say, track
         self._told: set[str] = set()
 
     def time(self, groups: list[_Alike]) -> Timed:
@@ -142,7 +150,12 @@ class _Session:
         return Timed(trials, len(groups) - len(skipped), skipped)
 
     def _speed(self, group: _Alike) -> Row:
+        solitude = self._worker.solitude()
+        if solitude is None:
+            raise MidusError(_NOT_ALONE)
         rate, is_graphed = self._run_steps(group.options)
+        if self._worker.solitude() != solitude:
+            raise MidusError(_NOT_ALONE)
         apart = {
             "steps": self._steps,
             "trial": group.rows[0]["key"],

@@ -32,7 +32,7 @@ from midus.upscaling.method import Track
 MODELS_NAME = "models"
 Say = Callable[[str], None]
 _NO_MEMORY = (
-    "there is no memory for it beside the other processes of this study; when they have ended, the "
+    "there is no memory for it beside the other processes on its device; when they have ended, the "
     "same command runs it"
 )
 # Every how many steps a loss that is no number is looked for.

@@ -1,31 +1,34 @@
 """Several processes at work on one study: who is there, and whose a trial is.
 
-Each holds a lock of its own while it works, by which others see it, and one for the trial it runs.
-Locks go with the process, so what a killed one had begun is free again.
+Each is seen by the others while it works, and holds a lock for the trial it runs. Locks go with the
+process, so what a killed one had begun is free again.
 """
 
-import os
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from uuid import uuid4
 
 import torch
 from filelock import FileLock, Timeout
 
-from midus.studies.locks import is_held
+from midus.models.sources import cache_folder
+from midus.studies.presence import Presence, device_name, is_anyone_in
 
 _WORKERS, _CLAIMS = ".workers", ".claims"
-# Before a device's name: one byte for each process that has come to work on it.
-_VISITS = "visits-"
-# Seconds for which others may hold a lock to see whether its owner does.
-_PATIENCE = 2.0
+# In midus' cache.
+_DEVICES = "devices"
+UNSEEN = (
+    "midus' cache cannot be written, so studies in other folders are not seen: tokens/s may be "
+    "of a device that was shared with them"
+)
 
 
 class Worker:
-    """This process' place in a study's folder.
+    """This process' place in a study's folder, and on its device.
+
+    It is seen in two places: machines and containers that share the study need not share a cache,
+    and studies in other folders share nothing else.
 
     Args:
         out: Folder of the study.
@@ -33,40 +36,58 @@ class Worker:
     """
 
     def __init__(self, out: Path, device: torch.device) -> None:
-        self._out, self._device = out, _device_name(device)
-        folder = out / _WORKERS
-        # Containers may agree in the numbers of their processes and in the host's name.
-        self._own = folder / f"{os.getpid()}-{uuid4().hex[:8]}@{self._device}"
-        self._visits = folder / f"{_VISITS}{self._device}"
-        self._lock = FileLock(self._own)
+        self._out, name = out, device_name(device)
+        self._in_study = Presence(out / _WORKERS, name)
+        self._in_cache = Presence(cache_folder() / _DEVICES, name)
+        self.sees_other_studies = True
+        """False where the cache cannot be written: the study's own processes count alone."""
 
-    def enter(self) -> None:
-        """From here on others see this process."""
-        self._own.parent.mkdir(exist_ok=True)
-        self._lock.acquire(timeout=_PATIENCE)
-        with self._visits.open("ab") as file:
-            file.write(b".")
+    def enter(self, *, only_alone: bool = False) -> bool:
+        """From here on others see this process.
+
+        Args:
+            only_alone: Stay outside, unseen, where another is on the device.
+
+        Returns:
+            Whether it has come.
+        """
+        if not self._in_study.enter(only_alone=only_alone):
+            return False
+        try:
+            has_come = self._in_cache.enter(only_alone=only_alone)
+        except (OSError, NotImplementedError):  # the latter where there are no locks
+            self._in_cache.leave()
+            self.sees_other_studies = False
+            return True
+        if not has_come:
+            self._in_study.leave()
+        return has_come
 
     def leave(self) -> None:
         """From here on they do not."""
-        self._lock.release()
-        self._own.unlink(missing_ok=True)
+        for presence in self._presences():
+            presence.leave()
 
     def is_alone(self) -> bool:
-        """Whether no other process works on this study on the same device."""
-        return not any(
-            path != self._own and path.name.split("@", 1)[-1] == self._device and is_held(path)
-            for path in _files(self._out)
-        )
+        """Whether no other process of any study works on the same device."""
+        return all(presence.is_alone() for presence in self._presences())
 
     def solitude(self) -> int | None:
         """A number that is the same until another process comes; None while one is there.
 
         What shared its device with one that came and went in between is told by it, too.
         """
-        if not self.is_alone() or not self._visits.is_file():
-            return None
-        return self._visits.stat().st_size
+        # Counted first: one that comes before the look at who is there is seen by either.
+        total = 0
+        for presence in self._presences():
+            visits = presence.visits()
+            if visits is None:
+                return None
+            total += visits
+        return total if self.is_alone() else None
+
+    def _presences(self) -> list[Presence]:
+        return [self._in_study, *([self._in_cache] if self.sees_other_studies else [])]
 
     @contextmanager
     def claimed(self, key: str) -> Iterator[bool]:
@@ -87,7 +108,7 @@ class Worker:
 
 def others_at_work(out: Path) -> bool:
     """Whether any process works on the study; one that was killed does not."""
-    return any(is_held(path) for path in _files(out))
+    return is_anyone_in(out / _WORKERS)
 
 
 def clear(out: Path) -> None:
@@ -95,15 +116,3 @@ def clear(out: Path) -> None:
     if not others_at_work(out):
         for name in (_WORKERS, _CLAIMS):
             shutil.rmtree(out / name, ignore_errors=True)
-
-
-def _files(out: Path) -> list[Path]:
-    folder = out / _WORKERS
-    return sorted(folder.glob("*@*")) if folder.is_dir() else []
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type != "cuda":
-        return f"{socket.gethostname()}-{device.type}"
-    # Without the host's name: containers that share a GPU may have names of their own.
-    return f"cuda-{torch.cuda.get_device_properties(device).uuid}"
