@@ -91,13 +91,23 @@ def test_as_many_tokens_as_in_the_search_are_the_same_trials(tokens):
 )
 def test_a_dry_run_counts_the_final_trials(midus, tmp_path, finalists, kept, said):
     methods = {name: {**own, "keep": name in kept} for name, own in THREE.items()}
-    grid = {"methods": methods, "finalists": finalists, "final_seeds": [0, 100], **ONE_RATE}
+    grid = {"methods": methods, "finalists": finalists, "final_seeds": [100, 200], **ONE_RATE}
     path = tmp_path / "grid.yaml"
     path.write_text(yaml.safe_dump(make_study(PLACES, **grid).to_dict()))
     args = ("study", "run", path, "--out", tmp_path / "out", "--dry-run")
     assert said in midus(*args).out
     longer = said.replace(",", " of 512 tokens,").replace(" with", " of 1,024 tokens with")
     assert longer in midus(*args, "--set", "final_tokens=1024").out
+
+
+@pytest.mark.parametrize(
+    ("finalists", "kept", "counts"),
+    [(None, [], (3, 3)), (1, [], (1, 1)), (1, ["hml"], (1, 2)), (2, ["hml", "pro"], (2, 3))],
+)
+def test_trials_of_the_search_that_are_final_do_not_count_again(finalists, kept, counts):
+    methods = {name: {**own, "keep": name in kept} for name, own in THREE.items()}
+    grid = {"methods": methods, "finalists": finalists, "final_seeds": [0, 100], **ONE_RATE}
+    assert count_finals(make_study(PLACES, **grid)) == counts
 
 
 # Who goes on.
@@ -325,7 +335,7 @@ def test_a_final_trial_that_is_stopped_goes_on_as_itself(material, tmp_path):
     ("grid", "said"),
     [
         ("math", "48 of 1,638,400 tokens, then 9 to 18 of 6,553,600 tokens with the final seeds"),
-        ("general", "12, then 9 to 18 with the final seeds"),
+        ("general", "12, then 0 with the final seeds"),
     ],
 )
 def test_the_grids_of_methods_say_their_lengths(midus, tmp_path, grid, said):

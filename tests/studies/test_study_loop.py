@@ -1,6 +1,7 @@
 """The lean loop does what `midus train` does; its losses are those of `midus eval perplexity`."""
 
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -147,3 +148,30 @@ def test_a_capture_that_fails_leaves_the_loop_eager_and_says_why(material, monke
     assert len(tried) == 1
     assert "OutOfMemoryError: no room" in loop.why_not_graphed
     assert torch.equal(loop.loss, plain.loss)
+
+
+def test_a_loop_that_has_ended_holds_no_graph(material, monkeypatch):
+    (trial,) = search_trials(make_study(material, methods={"full": {}}, search={}))
+    shared = Material(material["base"], material["tokens"], {})
+    monkeypatch.setattr(loop_module, "why_not_graphed", lambda *_: "")
+    graphs = []
+
+    class Graph:
+        def __init__(self, model, loss_of, example):
+            self._loss_of = loss_of
+            graphs.append(weakref.ref(self))
+
+        def __call__(self, batch):
+            loss = self._loss_of(batch)
+            loss.backward()
+            return loss.detach()
+
+    monkeypatch.setattr(loop_module, "GraphedStep", Graph)
+    data = shared.sequences("train", 16, trial.options.data.max_tokens)
+    loop = Loop(shared.start(trial.options), trial.options, data)
+    loop.step()
+    loop.step()
+    assert loop.is_graphed
+    assert graphs[0]() is not None
+    loop.end()
+    assert graphs[0]() is None

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -50,11 +51,18 @@ def lengths(study: StudyOptions) -> tuple[int, int] | None:
 
 
 def count_finals(study: StudyOptions) -> tuple[int, int]:
-    """The fewest and the most final trials there may be: kept methods may be among the best."""
-    num_kept = sum(method.keep for method in study.methods.values())
-    best = len(study.methods) if study.finalists is None else study.finalists
-    most = min(len(study.methods), best + num_kept)
-    return max(best, num_kept) * len(study.final_seeds), most * len(study.final_seeds)
+    """The fewest and the most trials there may be after the search.
+
+    Kept methods may be among the best, and trials of the search may be final ones already.
+    """
+    ended = Counter(trial.method for trial in search_trials(study) if trial.is_final)
+    left = {name: len(study.final_seeds) - ended[name] for name in study.methods}
+    kept = [left[name] for name, method in study.methods.items() if method.keep]
+    others = sorted(left[name] for name, method in study.methods.items() if not method.keep)
+    best = len(left) if study.finalists is None else study.finalists
+    fewest = others[: max(0, best - len(kept))]
+    most = others[max(0, len(others) - best) :]
+    return sum(kept) + sum(fewest), sum(kept) + sum(most)
 
 
 def make_trial(

@@ -121,6 +121,11 @@ class Loop:
         self.optimizer.zero_grad()
         self.done += 1
 
+    def end(self) -> None:
+        """Frees what steps alone need, which is most of a GPU's memory; what is saved stays."""
+        self._step = eager_step(self._loss_of)  # without the graph, which holds activations
+        self.optimizer.zero_grad()
+
     def take_loss(self, num_steps: int) -> float:
         """Mean loss of the steps since it was last taken; waits for the device."""
         mean = self.loss.item() / max(num_steps, 1)

@@ -209,6 +209,8 @@ class TrialRun:
         """Its scores; None where time was up, and what it has so far is kept with its state."""
         before = trained.facts["tasks"]
         results = before.get("results", {}) if before.get("of") == tasks.identity else {}
+        trained.loop.end()
+        self._material.release()
         model, solitude = trained.loop.model, self._solitude()
         is_whole = tasks.measure(model, trial.options, results, self._say, deadline.is_past)
         shared = tasks.without_memory(results)
