@@ -97,6 +97,17 @@ def test_files_of_mmlu_are_read_once_for_all_subjects(data_dir, monkeypatch):
     assert len(read) == len(set(read)) > 0
 
 
+def test_a_template_is_compiled_once_for_all_documents(data_dir, monkeypatch):
+    from lm_eval.utils import env
+
+    (ours,) = load_tasks(column_of("arc_easy"), data_dir)
+    compiled, plain = [], env.compile
+    monkeypatch.setattr(env, "compile", lambda text: compiled.append(text) or plain(text))
+    env.from_string.cache_clear()
+    assert len(questions(ours.task, 10)) == 40
+    assert len(compiled) == len(set(compiled)) > 0
+
+
 def test_mmlu_subjects_are_asked_as_the_harness_asks_them(data_dir):
     column = column_of("mmlu")
     # The little benchmark has two of the 57 subjects.

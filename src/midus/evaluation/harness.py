@@ -9,7 +9,7 @@ import importlib.util
 import logging
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ def require_harness() -> None:
         raise MidusError("this needs lm-evaluation-harness; run: pip install 'midus[eval]'")
     import datasets
 
+    _compile_templates_once()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
 
@@ -207,6 +208,14 @@ def _settings(name: str, path: Path) -> dict[str, Any]:
         # A task's own code is run, and wants packages and files of its own.
         reason = f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
         raise MidusError(f"task {name!r} cannot be set up ({reason})") from error
+
+
+@cache
+def _compile_templates_once() -> None:
+    """Spares the harness compiling a task's templates for every document, most of its own time."""
+    from lm_eval.utils import env
+
+    env.from_string = lru_cache(env.from_string)
 
 
 def _tasks_folder() -> Path:
