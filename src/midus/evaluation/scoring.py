@@ -16,17 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import log_softmax
 
 from midus.errors import MidusError
+from midus.evaluation.rows import Row, in_batches, log_likelihoods, make_rows
 from midus.evaluation.verify import Track
 from midus.reports import conditions, write_json
 
 RENDER_NAME = "render.json"
 SCORES_NAME = "scores.json"
-# Written answers need the logits of one position a row, so a batch may be so much larger.
-_WRITTEN = 8
-_POSITIONS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -130,22 +127,22 @@ def score_task(
         track: Wraps the batches in a progress bar.
     """
     done = {entry["id"] for entry in _read_parts(scores, task)}
-    items = [item for line in _read_lines(rendered, task) for item in _items(line)]
+    rows = [row for line in _read_lines(rendered, task) for row in _rows(line)]
     # The longest first: if memory runs out, it does so at once.
-    items.sort(key=lambda item: -item.num_tokens)
+    rows.sort(key=lambda row: -row.num_tokens)
     mine = [
-        item
-        for i, item in enumerate(items)
-        if i % share.num_processes == share.rank and not done.issuperset(item.ids)
+        row
+        for i, row in enumerate(rows)
+        if i % share.num_processes == share.rank and not done.issuperset(row.ids)
     ]
     path = scores / f"{task}.{share.rank}-of-{share.num_processes}.jsonl"
     _drop_torn_line(path)
     with path.open("a") as file:
-        for batch in track(list(_batches(mine, batch_tokens)), task):
+        for batch in track(list(in_batches(mine, batch_tokens)), task):
             for entry in _answer(model, tokenizer, batch):
                 file.write(json.dumps(entry) + "\n")
             file.flush()
-    return sum(len(item.ids) for item in mine)
+    return sum(len(row.ids) for row in mine)
 
 
 def read_scores(folder: Path, task: str, count: int) -> list[Any]:
@@ -162,59 +159,22 @@ def read_scores(folder: Path, task: str, count: int) -> list[Any]:
     return [answers[i] for i in range(count)]
 
 
-@dataclass(frozen=True)
-class _Item:
-    """One row of a batch, and the requests it answers."""
-
-    tokens: list[int]
-    ids: list[int]
-    continuations: list[list[int]]
-    """Of log-likelihoods: what is looked for at the end of the row; empty for written answers."""
-    until: tuple[str, ...] = ()
-    max_new_tokens: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) + self.max_new_tokens
-
-
-def _items(line: dict[str, Any]) -> Iterator[_Item]:
+def _rows(line: dict[str, Any]) -> list[Row]:
     context, first = line["context"], line["first"]
     if "until" in line:
-        yield _Item(context, [first], [], tuple(line["until"]), line["max_new_tokens"])
-        return
-    # Continuations that differ in their last token only are read off one row.
-    rows: dict[tuple[int, ...], _Item] = {}
-    for i, continuation in enumerate(line["continuations"]):
-        row = tuple(continuation[:-1])
-        item = rows.setdefault(row, _Item([*context, *row], [], []))
-        item.ids.append(first + i)
-        item.continuations.append(continuation)
-    yield from rows.values()
+        return [Row(context, [first], [], tuple(line["until"]), line["max_new_tokens"])]
+    return make_rows(((context, each) for each in line["continuations"]), first)
 
 
-def _batches(items: list[_Item], batch_tokens: int) -> Iterator[list[_Item]]:
-    batch: list[_Item] = []
-    for item in items:
-        width = max([item.num_tokens, *(other.num_tokens for other in batch)])
-        alike = not batch or (batch[0].until, batch[0].max_new_tokens) == (
-            item.until,
-            item.max_new_tokens,
-        )
-        budget = batch_tokens * (_WRITTEN if item.max_new_tokens else 1)
-        if batch and (not alike or width * (len(batch) + 1) > budget):
-            yield batch
-            batch = []
-        batch.append(item)
-    if batch:
-        yield batch
-
-
-def _answer(model: Any, tokenizer: Any, batch: list[_Item]) -> list[dict[str, Any]]:
+@torch.inference_mode()
+def _answer(model: Any, tokenizer: Any, batch: list[Row]) -> list[dict[str, Any]]:
     try:
         if batch[0].max_new_tokens:
             return _write_on(model, tokenizer, batch)
-        return _log_likelihoods(model, batch)
+        return [
+            {"id": request, "sum": value, "greedy": is_greedy}
+            for request, value, is_greedy in log_likelihoods(model, batch)
+        ]
     except torch.OutOfMemoryError:
         if len(batch) == 1:
             raise
@@ -223,48 +183,7 @@ def _answer(model: Any, tokenizer: Any, batch: list[_Item]) -> list[dict[str, An
     return _answer(model, tokenizer, batch[:half]) + _answer(model, tokenizer, batch[half:])
 
 
-@torch.inference_mode()
-def _log_likelihoods(model: Any, batch: list[_Item]) -> list[dict[str, Any]]:
-    width = max(len(item.tokens) for item in batch)
-    rows = torch.zeros(len(batch), width, dtype=torch.long)
-    for row, item in zip(rows, batch, strict=True):
-        row[: len(item.tokens)] = torch.tensor(item.tokens)
-    # Padding stands behind the text, where causal attention does not look.
-    logits = model(rows.to(model.device), use_cache=False).logits  # [B, T, vocabulary]
-    requests, places, tokens = _looked_for(batch)
-    row, column = places.to(logits.device).unbind(1)
-    wanted, owner = tokens.to(logits.device), requests.to(logits.device)
-    num_requests = sum(len(item.ids) for item in batch)
-    total = torch.zeros(num_requests, dtype=torch.float64, device=logits.device)
-    misses = torch.zeros_like(total)
-    for part in torch.arange(len(wanted), device=logits.device).split(_POSITIONS_AT_ONCE):
-        scores = log_softmax(logits[row[part], column[part]].float(), -1)  # [part, vocabulary]
-        found = scores.gather(1, wanted[part, None])[:, 0]
-        total.index_add_(0, owner[part], found.double())
-        misses.index_add_(0, owner[part], (scores.argmax(-1) != wanted[part]).double())
-    ids = [request for item in batch for request in item.ids]
-    return [
-        {"id": request, "sum": value, "greedy": missed == 0}
-        for request, value, missed in zip(ids, total.tolist(), misses.tolist(), strict=True)
-    ]
-
-
-def _looked_for(batch: list[_Item]) -> tuple[Tensor, Tensor, Tensor]:
-    """For every token of every continuation: whose it is, where its logits stand, which it is."""
-    requests, places, tokens = [], [], []
-    request = 0
-    for row, item in enumerate(batch):
-        for continuation in item.continuations:
-            first = len(item.tokens) - len(continuation)
-            requests += [request] * len(continuation)
-            places += [(row, first + i) for i in range(len(continuation))]
-            tokens += continuation
-            request += 1
-    return torch.tensor(requests), torch.tensor(places), torch.tensor(tokens)
-
-
-@torch.inference_mode()
-def _write_on(model: Any, tokenizer: Any, batch: list[_Item]) -> list[dict[str, Any]]:
+def _write_on(model: Any, tokenizer: Any, batch: list[Row]) -> list[dict[str, Any]]:
     from transformers import StoppingCriteriaList
 
     width = max(len(item.tokens) for item in batch)
