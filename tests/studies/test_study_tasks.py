@@ -16,7 +16,7 @@ from transformers import set_seed
 from midus.data.build import build_tokens
 from midus.data.options import SourceOptions
 from midus.errors import MidusError
-from midus.evaluation import harness
+from midus.evaluation import harness, language_model
 from midus.studies import tasks as tasks_module
 from midus.studies.grid import final_trials, search_trials
 from midus.studies.loop import Loop
@@ -446,16 +446,38 @@ def test_a_task_that_fails_costs_no_training_and_is_not_tried_again(
     assert f"- full: piqa failed ({said} a perplexity" in to_markdown(make_report(tmp_path), [])
 
 
-def test_windows_of_a_text_are_read_in_smaller_batches(bytes_material, tmp_path, monkeypatch):
-    rows, plain = {}, tasks_module.run_task
+def test_batches_hold_many_short_rows_and_few_long_ones(bytes_material, monkeypatch):
+    batches, plain = {}, language_model.log_likelihoods
+    current, run_task = [], tasks_module.run_task
 
-    def run_task(lm, task, limit):
-        rows[task.name] = lm.batch_size_per_gpu
-        return plain(lm, task, limit)
+    def watched(model, batch):
+        widest = max(row.num_tokens for row in batch)
+        batches.setdefault(current[-1], []).append((len(batch), widest))
+        return plain(model, batch)
 
-    monkeypatch.setattr(tasks_module, "run_task", run_task)
-    run_study(tasks_study(bytes_material, methods={"full": {}}, final_seeds=[0]), tmp_path)
-    assert rows == {"piqa": 4, "boolq": 4, "wikitext": 2}
+    monkeypatch.setattr(language_model, "log_likelihoods", watched)
+    monkeypatch.setattr(
+        tasks_module, "run_task", lambda *args: current.append(args[1].name) or run_task(*args)
+    )
+    monkeypatch.setattr(tasks_module, "_TOKENS_A_ROW", 150)
+    study = tasks_study(bytes_material)
+    model = Material(bytes_material["base"], bytes_material["tokens"], {}).base
+    Tasks(study.tasks, bytes_material["base"]).measure(model, search_trials(study)[0].options, {})
+    assert list(batches) == ["piqa", "boolq", "wikitext"]
+    for sizes in batches.values():
+        assert all(rows == 1 or rows * width <= 4 * 150 for rows, width in sizes)
+    assert max(batches["wikitext"])[0] < 4 < max(batches["piqa"])[0]
+
+
+def test_texts_are_cut_into_tokens_for_the_first_model_only(piqa, monkeypatch):
+    from lm_eval.models.huggingface import HFLM
+
+    tasks, model, options = piqa
+    first, second = {}, {}
+    tasks.measure(model, options, first)
+    monkeypatch.setattr(HFLM, "tok_encode", lambda *_: pytest.fail("a text was cut again"))
+    tasks.measure(model, options, second)
+    assert first == second
 
 
 def test_nothing_holds_a_model_that_was_measured(bytes_material, tmp_path, monkeypatch):

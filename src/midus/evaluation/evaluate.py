@@ -17,7 +17,9 @@ from midus.evaluation.harness import (
     require_harness,
     run_task,
 )
+from midus.evaluation.language_model import Encoded, make_lm
 from midus.evaluation.local import MissingFile, local_column
+from midus.evaluation.scoring import tokenizer_digest
 from midus.evaluation.store import Settings, Store
 from midus.evaluation.suites import SUITES, Column, Suite, find_suite
 from midus.models.configuration import read_config
@@ -129,14 +131,8 @@ def evaluate_models(
         say: Told what begins.
     """
     store = store or Store()
-    return [
-        _evaluate_one(
-            model,
-            selection,
-            Run(limit, base, dtype, device, batch_size, max_length, store, hardware, say),
-        )
-        for model in models
-    ]
+    run = Run(limit, base, dtype, device, batch_size, max_length, store, hardware, say)
+    return [_evaluate_one(model, selection, run) for model in models]
 
 
 @dataclass
@@ -152,6 +148,8 @@ class Run:
     store: Store
     hardware: str
     say: Say
+    encoded: dict[str, Encoded] = field(default_factory=dict)
+    """By tokenizer: what texts are in its tokens."""
 
 
 def _evaluate_one(model: str, selection: Selection, run: Run) -> ModelScores:
@@ -210,22 +208,14 @@ def usable_tokenizer(source: str | Path) -> Any:
 
 
 def _make_lm(model: str, folder: Path, run: Run, max_length: int) -> Any:
-    from lm_eval.models.huggingface import HFLM
-
     delta = is_delta(read_config(folder))
     loaded = load_model(model, base=run.base if delta else None, dtype=run.dtype, device=run.device)
     batch_size = run.batch_size
     if batch_size == "auto" and loaded.device.type == "cpu":
         batch_size = str(_CPU_BATCH)
-    return HFLM(
-        pretrained=loaded,
-        tokenizer=usable_tokenizer(folder),
-        backend="causal",
-        batch_size=batch_size,
-        max_length=max_length,
-        # In the model's own type, bfloat16's log-probabilities would have three digits.
-        softmax_dtype="float32",
-    )
+    tokenizer = usable_tokenizer(folder)
+    encoded = run.encoded.setdefault(tokenizer_digest(tokenizer), {})
+    return make_lm(loaded, tokenizer, encoded, batch_size=batch_size, max_length=max_length)
 
 
 def _adhoc(names: list[str], shots: int | None) -> Suite:

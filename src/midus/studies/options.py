@@ -54,7 +54,7 @@ class TaskOptions:
     limit: int | None = None
     """Examples of each task, the first ones; default: all."""
     batch_size: int = 16
-    """Rows of a batch; halved while memory does not hold it."""
+    """Rows of 512 tokens a batch, more shorter ones and fewer longer; halved where memory ends."""
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -14,6 +14,7 @@ import torch
 from midus.errors import MidusError
 from midus.evaluation.evaluate import Selection, select, usable_tokenizer
 from midus.evaluation.harness import HarnessTask, TaskResult, harness_version, pool, run_task
+from midus.evaluation.language_model import Encoded, make_lm
 from midus.evaluation.suites import Column
 from midus.studies.options import TaskOptions
 from midus.studies.results import Row
@@ -22,8 +23,8 @@ from midus.studies.trials import hash_facts
 from midus.training.options import TrainOptions
 
 _NO_MEMORY = "memory does not hold a batch of one"
-# Rows of a batch of whole texts, read in windows as long as the model reads.
-_WINDOWS = 2
+# What a row of `batch_size` stands for; few examples are longer, and whole texts much longer.
+_TOKENS_A_ROW = 512
 
 
 class Tasks:
@@ -42,6 +43,7 @@ class Tasks:
         with _same_chances(torch.device("cpu")):
             self._selection = _select(options)
             self._tokenizer = usable_tokenizer(source)
+        self._encoded: Encoded = {}
         self.identity = hash_facts(_facts(self._selection, options.limit))
         """Stands for all that decides the scores, besides the model."""
 
@@ -106,7 +108,7 @@ class Tasks:
         """A result, or why there is none: a training must not be lost to a task."""
         try:
             # The harness draws bars of its own.
-            with redirect_stderr(io.StringIO()), _few_windows(lm, task):
+            with redirect_stderr(io.StringIO()):
                 return asdict(run_task(lm, task, self._options.limit))
         except MidusError as error:
             return {"error": str(error)}
@@ -121,20 +123,17 @@ class Tasks:
         return self._run(lm, task)
 
     def _make_lm(self, model: Any) -> Any:
-        from lm_eval.models.huggingface import HFLM
-
-        # The harness sets autocast anew for each forward pass, so it has to be told.
+        # The harness sets autocast anew when it generates, so it has to be told.
         kind = model.device.type
         is_mixed = torch.is_autocast_enabled(kind)
-        return HFLM(
-            pretrained=model,
-            tokenizer=self._tokenizer,
-            backend="causal",
+        return make_lm(
+            model,
+            self._tokenizer,
+            self._encoded,
             batch_size=self._options.batch_size,
             max_length=model.config.max_position_embeddings,
+            tokens_a_row=_TOKENS_A_ROW,
             mixed_precision_dtype=torch.get_autocast_dtype(kind) if is_mixed else None,
-            # As `midus eval`: bfloat16's log-probabilities would have three digits.
-            softmax_dtype="float32",
         )
 
 
@@ -173,18 +172,6 @@ def _averaged(selection: Selection) -> list[Column]:
         for column in selection.columns
         if column.percent and (average is None or (column.variant_of or column.key) in average.over)
     ]
-
-
-@contextmanager
-def _few_windows(lm: Any, task: HarnessTask) -> Iterator[None]:
-    """Smaller batches of windows: logits of as many as of examples would fill a large GPU."""
-    rows = lm.batch_size_per_gpu
-    if task.task.OUTPUT_TYPE == "loglikelihood_rolling":
-        lm.batch_size_per_gpu = min(rows, _WINDOWS)
-    try:
-        yield
-    finally:
-        lm.batch_size_per_gpu = rows
 
 
 @contextmanager
