@@ -7,6 +7,7 @@ import pytest
 import torch
 from filelock import FileLock
 from small import HML, Ticks, make_study, rows_of
+from small_sft import LORA
 
 from midus.errors import MidusError
 from midus.evaluation.perplexity import perplexity
@@ -188,6 +189,22 @@ def test_finalists_are_chosen_on_validation_and_their_models_kept(material, tmp_
     ids = shared.sequences("test", 16).flatten().long()
     read = perplexity(load_model(kept), ids, window=16).perplexity
     assert read == pytest.approx(rows[2]["test"]["perplexity"], rel=1e-5)
+
+
+def test_adapters_that_a_kill_left_without_their_line_are_written_again(
+    material, tmp_path, monkeypatch
+):
+    study = make_study(material, **KEPT | {"methods": {"lora": {"set": LORA, "keep": True}}})
+    plain = trial_module.add_result
+    killed = lambda out, row: interrupt() if "model" in row else plain(out, row)  # noqa: E731
+    monkeypatch.setattr(trial_module, "add_result", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(study, tmp_path)
+    monkeypatch.undo()
+    (kept,) = (tmp_path / "models").iterdir()
+    assert (kept / "adapter_model.safetensors").is_file()
+    assert [run_study(study, tmp_path).ran for _ in range(2)] == [1, 0]
+    assert rows_of(tmp_path)[-1]["model"] == f"models/{kept.name}"
 
 
 def test_a_model_that_cannot_be_written_costs_no_row(material, tmp_path, monkeypatch):

@@ -290,7 +290,9 @@ class TrialRun:
         """In the base's type: a delta, adapters, or whole."""
         record = getattr(model, "peft_config", None)
         frozen = any(not p.requires_grad for p in model.parameters())
-        with atomic_folder(folder, overwrite=True) as work:
+        # A folder of adapters, as a kill may leave it without its line, has no config.json by which
+        # it could be replaced.
+        with atomic_folder(folder, overwrite=True, keep_others=record is not None) as work:
             write_weights(
                 model,
                 work,
