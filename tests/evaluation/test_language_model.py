@@ -60,6 +60,14 @@ def test_a_continuation_longer_than_the_model_is_refused(asked):
         lm.loglikelihood([SimpleNamespace(args=("a", words(0, 9)))], disable_tqdm=True)
 
 
+@pytest.mark.parametrize("tokens_a_row", [None, 20])
+def test_spaces_alone_before_a_continuation_are_refused(asked, tokens_a_row):
+    model, tokenizer, *_ = asked
+    lm = make_lm(model, tokenizer, {}, batch_size=4, max_length=LENGTH, tokens_a_row=tokens_a_row)
+    with pytest.raises(AssertionError):
+        lm.loglikelihood([SimpleNamespace(args=("  ", words(0, 2)))], disable_tqdm=True)
+
+
 def count_cuts(monkeypatch):
     cut, plain = [], HFLM.tok_encode
     watched = lambda self, text, *args: cut.append(text) or plain(self, text, *args)  # noqa: E731

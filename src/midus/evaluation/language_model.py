@@ -58,6 +58,8 @@ def make_lm(
                 return list(super()._loglikelihood_tokens(requests, *args, **settings))
             pairs = []
             for _, context, continuation in requests:
+                # As the harness asserts: spaces alone may be no context, and nothing predicts then.
+                assert context, "a continuation has no token before it"
                 assert 0 < len(continuation) <= max_length, "a continuation does not fit the model"
                 excess = len(context) + len(continuation) - (max_length + 1)
                 pairs.append((context[max(excess, 0) :], continuation))
