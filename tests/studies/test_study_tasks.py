@@ -134,6 +134,16 @@ def test_a_method_with_nothing_to_choose_is_trained_once(bytes_material, tmp_pat
     assert kinds == [(seed, *has) for seed in (0, 5) for has in whole]
 
 
+def test_tasks_that_are_added_later_are_of_final_trials_alone(bytes_material, tmp_path):
+    values = {"methods": {"full": {}}, "seeds": [0, 50], "final_seeds": [50]}
+    study, said = tasks_study(bytes_material, {"names": ["piqa"]}, **values), []
+    run_study(StudyOptions.from_dict({**study.to_dict(), "tasks": None}), tmp_path)
+    assert run_study(study, tmp_path, say=said.append).ran == 1
+    assert "1 of 1 final trials ended without tasks and run again" in said
+    rows = read_results(tmp_path).values()
+    assert [(row["seed"], "tasks" in row) for row in rows] == [(0, True), (0, False), (50, True)]
+
+
 def test_tasks_change_no_bit_of_any_training_and_no_key(measured, bytes_material, tmp_path):
     _, out, _ = measured
     study = tasks_study(bytes_material, search=TWO_RATES)

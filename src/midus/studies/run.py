@@ -250,9 +250,8 @@ class _Session:
             if self._is_scored(trial) and is_done(row) and not row.get("tasks")
         ]
         if without:
-            self._say(
-                f"{len(without)} of {len(trials)} final trials ended without tasks and run again"
-            )
+            num = sum(map(self._is_scored, trials))  # the search may have others among them
+            self._say(f"{len(without)} of {num} final trials ended without tasks and run again")
         if lacking:
             names = sorted({name for what in lacking for name in what})
             self._say(
