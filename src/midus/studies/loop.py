@@ -122,7 +122,7 @@ class Loop:
         self.done += 1
 
     def end(self) -> None:
-        """Frees what steps alone need, which is most of a GPU's memory; what is saved stays."""
+        """Frees what steps alone need; what an unfinished trial is saved by stays."""
         self._step = eager_step(self._loss_of)  # without the graph, which holds activations
         self.optimizer.zero_grad()
 
