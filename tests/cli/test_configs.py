@@ -31,7 +31,7 @@ SHAPES = {
     "smollm2-135m": "smollm2-135m",
 }
 # Models that a script of examples/ writes.
-MADE = {"runs/tiny", "runs/stories15M", "runs/demo/grown"}
+MADE = {"runs/tiny", "runs/ten_blocks", "runs/stories15M", "runs/demo/grown"}
 
 # Trainable parameters of the paper's runs, inserted blocks or everything.
 TRAINABLE = {
