@@ -156,9 +156,11 @@ def test_a_config_leaves_out_what_is_the_default(path):
     least["data"] = {"sources": values["data"]["sources"]}
     if "upscale" in values:
         least["upscale"] = {}
+    if "recipe" in values:
+        least["recipe"] = values["recipe"]
     defaults = dict(flat(TrainOptions.from_dict(least).to_dict()))
     for key, value in flat(values):
-        kept = key in ("stage", "model", "output", "data.sources", "upscale.method")
+        kept = key in ("stage", "model", "output", "recipe", "data.sources", "upscale.method")
         # The trainer's own, and parts that train apart, of which there are none by default.
         kept = kept or key.startswith(("trainer.", "optimizer.parts."))
         assert kept or defaults[key] != value, f"{key}: {value}"

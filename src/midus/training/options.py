@@ -13,6 +13,7 @@ from midus.config import MemoryConfig, UpscaleConfig
 from midus.data.options import DataOptions
 from midus.errors import MidusError
 from midus.training.reading import build_options, read_yaml
+from midus.training.recipes import with_recipe
 
 STAGES = ("cpt", "sft")
 RECIPES = ("paper", "short")
@@ -241,8 +242,8 @@ class TrainOptions:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainOptions":
-        """The options a mapping spells out; unknown and missing keys are errors."""
-        options: TrainOptions = build_options(cls, values, "")
+        """The options a mapping spells out, or its recipe; unknown and missing keys are errors."""
+        options: TrainOptions = build_options(cls, with_recipe(values), "")
         return options
 
     def to_dict(self) -> dict[str, Any]:

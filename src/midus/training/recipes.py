@@ -1,0 +1,76 @@
+"""Recipes of whole runs: what a file gets where it says nothing, beyond the paper.
+
+Unlike ``optimizer.recipe``, which names rates for any method, a recipe says what memory blocks are,
+how their keys start and how each part trains. It is written out when a file is read, so a run
+saves, and a study compares, plain options.
+"""
+
+from typing import Any
+
+from midus.errors import MidusError
+
+_RISING = {"schedule": "cosine", "warmup_ratio": 0.02}
+_RECIPES: dict[str, dict[str, Any]] = {
+    # The best known for runs of hundreds of steps (docs/results/quality.md). The best rate differs
+    # from base to base by a factor of eight; this one is within 1 % of it on two of them.
+    "short": {
+        "key_start": "queries",
+        "optimizer": {
+            "recipe": "short",
+            "lr": 3e-3,
+            "parts": {"values": {"lr": 3e-2, **_RISING}, "keys": {"lr": 1e-2, **_RISING}},
+        },
+        "upscale": {
+            "method": "midus",
+            "memory": {
+                "kind": "hml",
+                "values": "independent",
+                "num_subkeys": 28,
+                "bypass": "both",
+                "attention_residual": True,
+                "query_norm": "layer",
+                "key_scale": 3.5,
+            },
+        },
+    },
+}
+
+
+def with_recipe(values: Any) -> Any:
+    """The options of a mapping, with those of its ``recipe`` where it gives none of its own."""
+    if not isinstance(values, dict) or "recipe" not in values:
+        return values
+    own = {name: value for name, value in values.items() if name != "recipe"}
+    name = values["recipe"]
+    if name is None:
+        return own
+    if not isinstance(name, str) or name not in _RECIPES:
+        known = ", ".join(_RECIPES)
+        raise MidusError(f"recipe={name!r} is unknown; choose one of {known}, or leave it out")
+    if own.get("stage") != "cpt":
+        raise MidusError(
+            f"recipe={name!r} grows a model and trains it on text; use it with stage: cpt"
+        )
+    filled: dict[str, Any] = _filled(own, _RECIPES[name])
+    upscale = filled["upscale"]
+    if upscale["method"] != "midus" or upscale["memory"]["kind"] != "hml":
+        raise MidusError(
+            f"recipe={name!r} is for MIDUS-HML; leave it out with upscale.method="
+            f"{upscale['method']!r} and upscale.memory.kind={upscale['memory']['kind']!r}"
+        )
+    return filled
+
+
+def _filled(own: dict[str, Any], recipe: dict[str, Any], where: str = "") -> dict[str, Any]:
+    filled = dict(own)
+    for name, value in recipe.items():
+        said = filled.get(name)
+        if not isinstance(value, dict):
+            filled.setdefault(name, value)
+        elif said is None:
+            filled[name] = _filled({}, value)
+        elif isinstance(said, dict):
+            filled[name] = _filled(said, value, f"{where}{name}.")
+        else:
+            raise MidusError(f"{where}{name}={said!r} must be a mapping of options")
+    return filled

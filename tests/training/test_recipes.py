@@ -1,0 +1,112 @@
+"""A recipe fills what a file leaves out, and nothing else."""
+
+import pytest
+import yaml
+
+from midus.errors import MidusError
+from midus.studies.grid import search_trials
+from midus.studies.options import read_study
+from midus.training.options import TrainOptions, read_options
+
+FILE = {"stage": "cpt", "model": "m", "output": "o", "recipe": "short", "data": {"sources": "t"}}
+WRITTEN_OUT = {
+    "key_start": "queries",
+    "optimizer": {
+        "recipe": "short",
+        "lr": 3e-3,
+        "parts": {
+            "values": {"lr": 3e-2, "schedule": "cosine", "warmup_ratio": 0.02},
+            "keys": {"lr": 1e-2, "schedule": "cosine", "warmup_ratio": 0.02},
+        },
+    },
+    "upscale": {
+        "method": "midus",
+        "memory": {
+            "kind": "hml",
+            "values": "independent",
+            "num_subkeys": 28,
+            "bypass": "both",
+            "attention_residual": True,
+            "query_norm": "layer",
+            "key_scale": 3.5,
+        },
+    },
+}
+
+
+def without_recipe(**more):
+    return {name: value for name, value in FILE.items() if name != "recipe"} | more
+
+
+def test_it_is_what_it_writes_out():
+    options = TrainOptions.from_dict(FILE)
+    assert options == TrainOptions.from_dict(without_recipe(**WRITTEN_OUT))
+    assert options != TrainOptions.from_dict(without_recipe())
+
+
+def test_a_run_saves_plain_options():
+    saved = TrainOptions.from_dict(FILE).to_dict()
+    assert "recipe" not in saved
+    assert TrainOptions.from_dict(saved) == TrainOptions.from_dict(FILE)
+
+
+def test_what_the_file_says_counts():
+    own = FILE | {
+        "key_start": "random",
+        "optimizer": {"lr": 6e-3, "parts": {"values": {"lr": 1e-2}, "attention": {"lr": 1e-3}}},
+        "upscale": {"num_inserted": 4, "memory": {"num_subkeys": 16}},
+    }
+    options = TrainOptions.from_dict(own)
+    assert options.key_start == "random"
+    assert options.optimizer.lr == 6e-3
+    assert options.optimizer.parts["values"].lr == 1e-2
+    assert options.optimizer.parts["values"].schedule == "cosine"
+    assert options.optimizer.parts["attention"].lr == 1e-3
+    assert options.upscale.num_inserted == 4
+    assert options.upscale.memory.num_subkeys == 16
+    assert options.upscale.memory.bypass == "both"
+    assert own["upscale"] == {"num_inserted": 4, "memory": {"num_subkeys": 16}}  # as it was
+
+
+def test_sections_left_empty_are_filled():
+    empty = FILE | {"optimizer": None, "upscale": {"memory": None}}
+    assert TrainOptions.from_dict(empty) == TrainOptions.from_dict(FILE)
+
+
+def test_it_can_be_set_and_taken_back(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(without_recipe()))
+    assert read_options(path, ["recipe=short"]) == TrainOptions.from_dict(FILE)
+    path.write_text(yaml.safe_dump(FILE))
+    assert read_options(path, ["recipe=null"]) == TrainOptions.from_dict(without_recipe())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"recipe": "long"}, "recipe='long' is unknown; choose one of short"),
+        ({"recipe": ["short"]}, "is unknown"),
+        ({"stage": "sft"}, "use it with stage: cpt"),
+        ({"upscale": {"method": "llama_pro"}}, "recipe='short' is for MIDUS-HML"),
+        ({"upscale": {"memory": {"kind": "pkm"}}}, "upscale.memory.kind='pkm'"),
+        ({"upscale": "midus"}, "upscale='midus' must be a mapping"),
+        ({"optimizer": {"parts": {"keys": 1}}}, "optimizer.parts.keys=1 must be a mapping"),
+    ],
+)
+def test_what_it_is_not_for_is_refused(changed, message):
+    with pytest.raises(MidusError, match=message.replace("[", r"\[")):
+        TrainOptions.from_dict(FILE | changed)
+
+
+def test_a_studys_method_can_be_a_recipe(tmp_path):
+    grid = {
+        "name": "x",
+        "run": {"model": "m", "data": {"sources": "t", "seq_len": 8, "max_tokens": 640}},
+        "methods": {"a": {"set": {"recipe": "short"}}, "b": {"set": WRITTEN_OUT}},
+        "search": {"optimizer.lr": [1e-3]},
+    }
+    path = tmp_path / "grid.yaml"
+    path.write_text(yaml.safe_dump(grid))
+    first, second = search_trials(read_study(path))
+    assert first.options == second.options
+    assert first.options.optimizer.lr == 1e-3
