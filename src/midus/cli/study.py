@@ -42,8 +42,8 @@ def run(
 ) -> None:
     """Run every trial of a grid that has not run yet, one after the other in this process.
 
-    Stopped or killed, the same command goes on; a trial that has ended is never run again. Given
-    several times at once, each process runs trials that no other has.
+    Stopped (Ctrl-C, SIGTERM) or killed, the same command goes on; a trial that has ended is never
+    run again. Given several times at once, each process runs trials that no other has.
     """
     chosen = parse_names("only", only)
     from midus.cli import console
@@ -55,19 +55,24 @@ def run(
         _print_trials(options)
         return
     from midus.studies.run import run_study
+    from midus.studies.stopping import ended_by_signals
+    from midus.studies.timing import Deadline
 
-    progress = run_study(
-        options,
-        out,
-        time_limit=time_limit,
-        only=chosen,
-        say=lambda sentence: console.err.print(sentence, soft_wrap=True),
-        track=console.track,
-    )
+    deadline = Deadline(time_limit)
+    with ended_by_signals(deadline):
+        progress = run_study(
+            options,
+            out,
+            only=chosen,
+            say=lambda sentence: console.err.print(sentence, soft_wrap=True),
+            track=console.track,
+            deadline=deadline,
+        )
     console.out.print(f"ran        {progress.ran:,} trials")
     if progress.is_out_of_time:
         console.out.print(
-            f"stopped    time is up, {progress.left:,} or more are left; the same command goes on"
+            f"stopped    {deadline.reason}, {progress.left:,} or more are left; the same command "
+            "goes on"
         )
     console.out.print(f"results    {out / 'results.jsonl'}")
 

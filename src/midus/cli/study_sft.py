@@ -37,16 +37,20 @@ def sft(
 ) -> None:
     """Fine-tune the base and every kept final model with the same options, one after the other.
 
-    Stopped or killed, the same command goes on; a model that has a row is not run again.
+    Stopped (Ctrl-C, SIGTERM) or killed, the same command goes on; a model that has a row is not run
+    again.
     """
     methods = parse_names("only", only)
     chosen = [_seed(part) for part in parse_names("seeds", seeds)]
     from midus.cli import console
     from midus.studies.sft import run_sft
     from midus.studies.sft_report import write_sft_report
+    from midus.studies.stopping import ended_by_signals
+    from midus.studies.timing import Deadline
 
     console.quieten_libraries()
-    with console.without_foreign_bars():
+    deadline = Deadline(time_limit)
+    with console.without_foreign_bars(), ended_by_signals(deadline):
         progress = run_sft(
             folder,
             config,
@@ -55,16 +59,16 @@ def sft(
             only=methods,
             seeds=chosen,
             keep=keep,
-            time_limit=time_limit,
             say=lambda sentence: console.err.print(sentence, soft_wrap=True),
             track=console.track,
+            deadline=deadline,
         )
     path, text = write_sft_report(folder, progress.name)
     console.out.print(text)
     console.out.print(f"ran        {progress.ran:,} models")
     if progress.is_out_of_time:
         console.out.print(
-            f"stopped    time is up, {progress.left:,} are left; the same command goes on"
+            f"stopped    {deadline.reason}, {progress.left:,} are left; the same command goes on"
         )
     console.out.print(f"written    {path}")
     if progress.skipped:

@@ -12,20 +12,31 @@ WARM_STEPS = 3
 
 
 class Deadline:
-    """The end of the time a command was given; without a limit it never comes."""
+    """The end of the time a command was given; without a limit it comes when it is told to."""
 
     def __init__(
         self, seconds: float | None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._clock = clock
         self._end = None if seconds is None else clock() + seconds
+        self.was_told = False
+        """Whether ``end`` was called, before or after the time was up."""
 
     @property
     def has_limit(self) -> bool:
         return self._end is not None
 
     def is_past(self) -> bool:
-        return self._end is not None and self._clock() >= self._end
+        return self.was_told or (self._end is not None and self._clock() >= self._end)
+
+    def end(self) -> None:
+        """Time is up now."""
+        self.was_told = True
+
+    @property
+    def reason(self) -> str:
+        """Why it is past, for messages."""
+        return "as told" if self.was_told else "time is up"
 
 
 class Pace:

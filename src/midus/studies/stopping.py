@@ -1,0 +1,46 @@
+"""Signals that end a study as its time limit would: at the next step, with all that was reached.
+
+A process that is killed loses the trial it is in and, where several share a GPU through NVIDIA's
+MPS, may take the others down with it.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from midus.studies.timing import Deadline
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAID = b"\nstopping at the next step; a second signal stops at once and loses this trial\n"
+
+
+@contextmanager
+def ended_by_signals(deadline: Deadline) -> Iterator[None]:
+    """Ctrl-C or SIGTERM ends the deadline; the second one does what it always did.
+
+    Signals that this process was told to ignore, as jobs in the background are, stay ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets no other thread set handlers
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def end(_number: int, _frame: Any) -> None:
+        deadline.end()
+        restore()
+        os.write(2, _SAID)  # print may be in the middle of a line, which it cannot enter twice
+
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, end)
+    try:
+        yield
+    finally:
+        restore()
