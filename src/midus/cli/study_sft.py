@@ -38,7 +38,7 @@ def sft(
     """Fine-tune the base and every kept final model with the same options, one after the other.
 
     Stopped (Ctrl-C, SIGTERM) or killed, the same command goes on; a model that has a row is not run
-    again.
+    again. Given several times at once, each process fine-tunes models that no other has.
     """
     methods = parse_names("only", only)
     chosen = [_seed(part) for part in parse_names("seeds", seeds)]

@@ -1,7 +1,7 @@
 """A study's folder: what it was begun with, and whose it is while a command works there."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -49,9 +49,35 @@ def opened(out: Path, material: Material, *, only_alone: bool = False) -> Iterat
 @contextmanager
 def joined(out: Path, study: StudyOptions, material: Material) -> Iterator[Worker]:
     """A place in the folder beside other processes that run trials of the study."""
+    with _beside_others(out, material, lambda _: _write_study(out, study, material)) as worker:
+        yield worker
+
+
+@contextmanager
+def visited(out: Path, material: Material, begin: Callable[[bool], None]) -> Iterator[Worker]:
+    """A place in the folder beside other processes; the study stays as it is written down.
+
+    Args:
+        out: The folder.
+        material: What the study was begun with.
+        begin: Called while nobody comes or goes, with whether others are at work.
+    """
+
+    def checked(is_shared: bool) -> None:
+        _check_material(out, material)
+        begin(is_shared)
+
+    with _beside_others(out, material, checked) as worker:
+        yield worker
+
+
+@contextmanager
+def _beside_others(
+    out: Path, material: Material, begin: Callable[[bool], None]
+) -> Iterator[Worker]:
     worker = Worker(out, material.device)
     with _locked(out, timeout=_PATIENCE):
-        _write_study(out, study, material)
+        begin(others_at_work(out))
         worker.enter()
     try:
         yield worker

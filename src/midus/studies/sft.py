@@ -1,10 +1,11 @@
-"""Fine-tuning of a study's finalists: the base and every kept model, one after the other.
+"""Fine-tuning of a study's finalists: the base and every kept model, by one process or several.
 
 Paper, Section 5.1: after continual pre-training all parameters are fine-tuned on instructions, at
 one rate for every method. Each model is one run of `midus train`, then read as in the study.
 """
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,13 +23,20 @@ from midus.studies.finalists import (
     select_finalists,
     starting_source,
 )
-from midus.studies.folder import opened, read_study_folder
+from midus.studies.folder import read_study_folder, visited
 from midus.studies.grid import search_trials
 from midus.studies.material import Material
 from midus.studies.options import StudyOptions
 from midus.studies.results import RESULTS_NAME, NotWritten, Row, add_result
 from midus.studies.scoring import mean_loss, score, score_text
-from midus.studies.sft_options import FOLDER, Sft, begin_sft, checked_name, read_sft_options
+from midus.studies.sft_options import (
+    FOLDER,
+    Sft,
+    begin_sft,
+    checked_name,
+    describe_sft,
+    read_sft_options,
+)
 from midus.studies.sft_rows import names_model, read_rows
 from midus.studies.sft_run import (
     MERGED_NAME,
@@ -42,6 +50,7 @@ from midus.studies.sft_run import (
 )
 from midus.studies.tasks import Tasks
 from midus.studies.timing import Deadline
+from midus.studies.workers import UNSEEN, Worker
 from midus.training.checkpoint import is_full_disk, read_weights
 from midus.training.continuing import MODEL_NAME
 from midus.training.loss import use_chunked_loss
@@ -54,6 +63,8 @@ _NO_MEMORY = (
     "memory does not hold it; lower trainer.per_device_train_batch_size for all models, under "
     "another --name"
 )
+# Seconds between looks at what other processes have ended.
+_WAIT = 1.0
 
 
 @dataclass(frozen=True)
@@ -106,14 +117,19 @@ def run_sft(
     base = search_trials(study)[0].options
     options = read_sft_options(config, list(settings), base.model)
     material = Material(base.model, base.data.sources[0].path, study.texts)
-    with opened(folder, material):
-        sft = begin_sft(folder, name, options)
+    sft = describe_sft(name, options)
+    with visited(folder, material, lambda shared: begin_sft(folder, sft, shared)) as worker:
+        if not worker.sees_other_studies:
+            say(UNSEEN)
         tasks = Tasks(study.tasks, base.model) if study.tasks else None
-        session = _Session(folder, study, material, sft, options, tasks, deadline, say, track)
+        session = _Session(
+            folder, study, material, sft, options, tasks, deadline, say, track, worker
+        )
         is_done = session.run(finalists, keep)
     ended = read_rows(folder, name)
     left = sum(sft.key(finalist) not in ended for finalist in finalists)
-    return SftProgress(name, session.ran, left, not is_done, session.skipped)
+    skipped = [why for key, why in session.skipped.items() if key not in ended]
+    return SftProgress(name, session.ran, left, not is_done, skipped)
 
 
 class _Session:
@@ -130,53 +146,80 @@ class _Session:
         deadline: Deadline,
         say: Callable[[str], None],
         track: Track,
+        worker: Worker,
     ) -> None:
         self._folder, self._study, self._material = folder, study, material
         self._sft, self._options, self._tasks = sft, options, tasks
         self._deadline, self._say, self._track = deadline, say, track
+        self._worker = worker
         self._out = folder / FOLDER / sft.name
+        self._seen: set[str] = set()
         self.ran = 0
-        self.skipped: list[str] = []
-        """What could not be fine-tuned, and why."""
+        self.skipped: dict[str, str] = {}
+        """What could not be fine-tuned, and why, by key."""
 
     def run(self, finalists: list[Finalist], keep: bool) -> bool:
-        """Fine-tunes those that have no row; False where time was up before the end."""
+        """Fine-tunes what has no row and waits for what others have; False where time was up."""
+        has_waited = False
+        while (is_over := self._go_through(finalists, keep)) is None:
+            if not has_waited:
+                self._say("waiting for models that other processes fine-tune")
+                has_waited = True
+            time.sleep(_WAIT)
+        return is_over
+
+    def _go_through(self, finalists: list[Finalist], keep: bool) -> bool | None:
+        """Whether all have ended; False where time is up, None where others have some of them."""
+        others_have_some = False
         for number, finalist in enumerate(finalists, start=1):
-            key, run = self._sft.key(finalist), self._out / finalist.name
-            row = read_rows(self._folder, self._sft.name).get(key)
+            key = self._sft.key(finalist)
+            if key in self._seen:
+                continue
+            if self._row(key) is None and self._deadline.is_past():
+                return False
+            with self._worker.claimed(f"{FOLDER}-{key}") as is_ours:
+                if not is_ours:
+                    others_have_some = True
+                elif not self._end(finalist, key, f"{number} of {len(finalists)}", keep):
+                    return False
+                else:
+                    self._seen.add(key)
+        return None if others_have_some else True
+
+    def _end(self, finalist: Finalist, key: str, count: str, keep: bool) -> bool:
+        """Fine-tunes a model that has no row, and tidies up after it; False where time was up."""
+        run, row = self._out / finalist.name, self._row(key)
+        if row is None:
+            self._say(f"{count}: {finalist.said}")
+            try:
+                row = self._fine_tune(finalist, key, run, keep)
+            except (MidusError, OSError) as error:
+                if is_full_disk(error):
+                    raise NotWritten(
+                        f"{run} cannot be written, as the disk is full; free some space and "
+                        "run the same command again"
+                    ) from error
+                if not isinstance(error, MidusError):
+                    raise
+                self._skip(finalist, key, str(error))  # the others can still run
+                return True
+            except torch.OutOfMemoryError:
+                self._skip(finalist, key, _NO_MEMORY)
+                return True
+            finally:
+                self._material.release()
             if row is None:
-                if self._deadline.is_past():
-                    return False
-                self._say(f"{number} of {len(finalists)}: {finalist.said}")
-                try:
-                    row = self._fine_tune(finalist, key, run, keep)
-                except (MidusError, OSError) as error:
-                    if is_full_disk(error):
-                        raise NotWritten(
-                            f"{run} cannot be written, as the disk is full; free some space and "
-                            "run the same command again"
-                        ) from error
-                    if not isinstance(error, MidusError):
-                        raise
-                    self._skip(finalist, str(error))  # the others can still run
-                    continue
-                except torch.OutOfMemoryError:
-                    self._skip(finalist, _NO_MEMORY)
-                    continue
-                finally:
-                    self._material.release()
-                if row is None:
-                    return False
-                add_result(self._out, row)
-                self.ran += 1
-                self._say(f"  {_said(row)}")
-            elif keep and not row.get("model"):
-                self._say(
-                    f"{finalist.said} has ended and was not kept; remove its line from "
-                    f"{RESULTS_NAME} to run it again"
-                )
-            # Of a row that a call before this one wrote, too: it may have been killed right after.
-            tidy_run(run, keeps_model=self._is_kept(run))
+                return False
+            add_result(self._out, row)
+            self.ran += 1
+            self._say(f"  {_said(row)}")
+        elif keep and not row.get("model"):
+            self._say(
+                f"{finalist.said} has ended and was not kept; remove its line from "
+                f"{RESULTS_NAME} to run it again"
+            )
+        # Of a row that a call before this one wrote, too: it may have been killed right after.
+        tidy_run(run, keeps_model=self._is_kept(run))
         return True
 
     def _fine_tune(self, finalist: Finalist, key: str, run: Path, keep: bool) -> Row | None:
@@ -184,7 +227,10 @@ class _Session:
         open_run(run, key, self._is_kept(run))
         source = starting_source(finalist, self._material, run / MERGED_NAME)
         options = replace(self._options, model=source, output=str(run))
-        callback = SftCallback(self._deadline)
+        since = self._worker.solitude()
+        callback = SftCallback(
+            self._deadline, lambda: since is not None and self._worker.solitude() == since
+        )
         try:
             result = train(
                 options, resume=True, track=self._track, say=self._say, callbacks=[callback]
@@ -258,12 +304,15 @@ class _Session:
             return TrainOptions.from_dict(finalist.row["options"])
         return search_trials(self._study)[0].options
 
+    def _row(self, key: str) -> Row | None:
+        return read_rows(self._folder, self._sft.name).get(key)
+
     def _is_kept(self, run: Path) -> bool:
         return names_model(self._folder, self._sft.name, run / MODEL_NAME)
 
-    def _skip(self, finalist: Finalist, why: str) -> None:
+    def _skip(self, finalist: Finalist, key: str, why: str) -> None:
         self._say(f"  skipped: {why}")
-        self.skipped.append(f"{finalist.said}: {why}")
+        self.skipped[key] = f"{finalist.said}: {why}"
 
 
 def _said(row: Row) -> str:

@@ -104,23 +104,27 @@ def read_sft_options(path: Path, settings: list[str], base: str) -> TrainOptions
     return options
 
 
-def begin_sft(folder: Path, name: str, options: TrainOptions) -> Sft:
-    """The fine-tuning of that name in a study's folder, begun or gone on with.
+def describe_sft(name: str, options: TrainOptions) -> Sft:
+    """A fine-tuning of that name with these options, which may take a while: rows are read."""
+    return Sft(name, options.to_dict(), _digest_rows(options))
+
+
+def begin_sft(folder: Path, sft: Sft, is_shared: bool) -> None:
+    """A fine-tuning in a study's folder, begun or gone on with.
 
     Args:
         folder: Of the study.
-        name: Of the fine-tuning.
-        options: For every model.
+        sft: What every model gets.
+        is_shared: Whether others are at work there, who may have begun with something.
 
     Raises:
         MidusError: Where it was begun with other options or other rows.
     """
-    sft = Sft(name, options.to_dict(), _digest_rows(options))
-    out = folder / FOLDER / name
-    if not (out / FACTS_NAME).is_file() or not _has_come_far(out):
+    out = folder / FOLDER / sft.name
+    if not (out / FACTS_NAME).is_file() or not (is_shared or _has_come_far(out)):
         write_json(out / FACTS_NAME, {"options": sft.options, "rows": sft.rows})
-        return sft
-    begun = read_sft(folder, name)
+        return
+    begun = read_sft(folder, sft.name)
     if changed := changed_option(_anywhere(begun.options), _anywhere(sft.options)):
         option, before, now = changed
         raise MidusError(
@@ -132,7 +136,6 @@ def begin_sft(folder: Path, name: str, options: TrainOptions) -> Sft:
             f"{out} was begun with other rows of instructions, and its models are compared with "
             "each other; give the same data, or another --name"
         )
-    return begun
 
 
 def _has_come_far(out: Path) -> bool:

@@ -133,7 +133,7 @@ def _columns(report: SftReport) -> dict[str, Callable[[SftLine], str]]:
     }
     return columns | {
         "tokens": lambda line: f"{statistics.mean(row['tokens'] for row in line.rows):,.0f}",
-        "seconds": lambda line: spread([row["seconds"] for row in line.rows], 0),
+        "seconds": lambda line: spread(_of_all(line.rows, lambda row: row["seconds"]), 0),
     }
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,23 @@ class SftCallback(TrainerCallback, ExportableState):
 
     Raising once a checkpoint is there leaves the run as one that is to go on; one that the trainer
     is told to stop would count as one that has ended.
+
+    Args:
+        deadline: When it stops.
+        has_been_alone: Whether no other process has been on the device since this one began.
     """
 
-    def __init__(self, deadline: Deadline) -> None:
-        self._deadline = deadline
+    def __init__(self, deadline: Deadline, has_been_alone: Callable[[], bool]) -> None:
+        self._deadline, self._has_been_alone = deadline, has_been_alone
         self._began = 0.0
         self.seconds = 0.0
-        """Of all steps so far; checkpoints carry it."""
+        """Of all steps so far; checkpoints carry it, and the next."""
+        self.was_shared = False
+        """Whether others were on the device at any time, which made the steps slower."""
 
     def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"seconds": self.seconds}}
+        carried = {"seconds": self.seconds, "was_shared": self.was_shared}
+        return {"args": {}, "attributes": carried}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter()
@@ -52,6 +60,8 @@ class SftCallback(TrainerCallback, ExportableState):
             control.should_evaluate = control.should_save = True
         elif self._deadline.is_past():
             control.should_save = True
+        if control.should_save:
+            self.was_shared = self.was_shared or not self._has_been_alone()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step < state.max_steps and self._deadline.is_past():
@@ -85,11 +95,11 @@ def end_of(run: Path) -> Path:
     return checkpoint
 
 
-def seconds_of(run: Path) -> float:
-    """Of all steps of a run that has ended, whatever stopped it on the way."""
+def seconds_of(run: Path) -> float | None:
+    """Of all steps of a run that has ended, whatever stopped it; None where others slowed it."""
     state = json.loads((end_of(run) / "trainer_state.json").read_text())
-    callback = state["stateful_callbacks"][SftCallback.__name__]
-    return float(callback["attributes"]["seconds"])
+    carried = state["stateful_callbacks"][SftCallback.__name__]["attributes"]
+    return None if carried.get("was_shared") else float(carried["seconds"])
 
 
 def tidy_run(run: Path, keeps_model: bool) -> None:

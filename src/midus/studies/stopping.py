@@ -26,7 +26,9 @@ def ended_by_signals(deadline: Deadline) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Python lets no other thread set handlers
         return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    # None is a handler that was not set by Python, and cannot be set again by it.
+    found = {number: signal.getsignal(number) for number in _SIGNALS}
+    before = {n: old for n, old in found.items() if old not in (None, signal.SIG_IGN)}
 
     def restore() -> None:
         for number, handler in before.items():
@@ -37,9 +39,8 @@ def ended_by_signals(deadline: Deadline) -> Iterator[None]:
         restore()
         os.write(2, _SAID)  # print may be in the middle of a line, which it cannot enter twice
 
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, end)
+    for number in before:
+        signal.signal(number, end)
     try:
         yield
     finally:
