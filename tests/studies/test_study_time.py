@@ -14,6 +14,7 @@ from midus.studies.loop import Loop
 from midus.studies.material import Material
 from midus.studies.report import make_report, to_markdown
 from midus.studies.results import add_result, read_results
+from midus.studies.run import run_study
 from midus.studies.step_cost import step_cost
 from midus.studies.timed_apart import time_trials
 from midus.studies.timing import Stopwatch
@@ -70,9 +71,13 @@ def made(monkeypatch):
 
 def cost(material, seed=0, run=None, **settings):
     """Of a trial of HML with such settings."""
-    methods = {"hml": {"set": {**HML, **settings}}}
+    return cost_of(material, {**HML, **settings}, seed, run)
+
+
+def cost_of(material, settings, seed=0, run=None):
+    methods = {"any": {"set": settings}}
     study = make_study(material, methods=methods, search={}, seeds=[seed], run=run or {})
-    return step_cost(search_trials(study)[0].options)
+    return step_cost(search_trials(study)[0].options, num_base_layers=4)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +120,38 @@ def test_what_no_step_takes_longer_for_is_timed_once(material, settings):
 )
 def test_what_a_step_may_take_longer_for_is_timed_apart(material, settings):
     assert cost(material, **settings) != cost(material)
+
+
+def copies(method, **more):
+    return {"upscale": {"method": method, **more}}
+
+
+def test_copied_blocks_cost_by_where_they_stand_and_not_by_what_they_start_from(material):
+    def of(method, **more):
+        return cost_of(material, copies(method, **more))
+
+    assert of("avg_deus") == of("lesa") == of("opt_deus") != of("llama_pro")
+    assert of("llama_pro") != of("llama_pro", num_inserted=1)
+    # On other sides of their anchors, in the same places.
+    assert of("llama_pro", positions=[2, 4]) == of("avg_deus", positions=[2, 4])
+    # Every weight of these trains.
+    assert of("solar") not in (of("llama_pro"), of("avg_deus"))
+    # As many parameters as the blocks have, in adapters.
+    lora = [cost_of(material, {"control": "lora", **copies(name)}) for name in ("lesa", "avg_deus")]
+    assert len({*lora, of("lesa")}) == 3
+
+
+def test_what_grows_quickly_is_timed_for_what_does_not(material, tmp_path, made):
+    methods = {
+        "lesa": {"set": {**copies("lesa"), "upscale.lesa_epochs": 1}},
+        "avg": {"set": copies("avg_deus")},
+    }
+    run_study(make_study(material, methods=methods, search={}), tmp_path)
+    rewrite(tmp_path, without_speed)
+    made.clear()
+    timed = time_trials(tmp_path, steps=1)
+    assert (timed.trials, timed.timings) == (2, 1)
+    assert [options.upscale.method for options in made] == ["avg_deus"]
 
 
 def test_parts_cost_by_being_apart_and_not_by_their_numbers(material):

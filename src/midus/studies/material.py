@@ -30,7 +30,7 @@ from midus.upscaling import upscale, upscale_checkpoint
 from midus.upscaling.method import Track
 
 # Methods that solve a problem of their own for minutes before anything is trained.
-_SLOW = ("opt_deus", "lesa")
+SLOW = ("opt_deus", "lesa")
 # Of the slow ones, those whose blocks do not depend on the seed.
 _SEEDLESS = ("opt_deus",)
 # Of a config, what it is called and by whom it was written, a base's own base included.
@@ -95,7 +95,7 @@ class Material:
         """A model of its own for a trial: grown or not, frozen and cast as the options say."""
         if options.upscale is None or options.control != "none":
             model = copy.deepcopy(self.base)
-        elif options.upscale.method in _SLOW:
+        elif options.upscale.method in SLOW:
             model = self._grown_once(options.upscale, track)
         else:
             # The grown model shares what it freezes, so it must not share it with other trials.
@@ -114,7 +114,7 @@ class Material:
         """Whether another process makes the blocks that `start` would have to wait for."""
         if options.upscale is None or options.control != "none":
             return False
-        if options.upscale.method not in _SLOW:
+        if options.upscale.method not in SLOW:
             return False
         folder, _ = self._grown(options.upscale)
         return not (folder / "config.json").is_file() and is_held(Path(f"{folder}.lock"))

@@ -4,6 +4,7 @@ from typing import Any
 
 from midus.studies.trials import hash_facts
 from midus.training.options import TrainOptions
+from midus.upscaling.methods import METHODS
 
 # What no step takes longer for. Names of places, chance, and what weights start from:
 _FREE = ("model", "output", "seed", "key_start", "data")
@@ -16,12 +17,23 @@ _FREE_OPTIMIZER = (
 _FREE_ARGUMENTS = ("max_steps", "max_grad_norm", "adam_beta1", "adam_epsilon")
 
 
-def step_cost(options: TrainOptions) -> str:
-    """A hash of all that may decide how long a step takes, on one base and one device."""
+def step_cost(options: TrainOptions, num_base_layers: int) -> str:
+    """A hash of all that may decide how long a step takes, on one device.
+
+    Args:
+        options: Of a trial.
+        num_base_layers: Blocks of the base, which all trials have.
+    """
     facts = _without(options.to_dict(), _FREE)
     facts["seq_len"] = options.data.seq_len
     if options.upscale is not None:
-        facts["upscale"] = _without(facts["upscale"], ("seed",))
+        method = METHODS[options.upscale.method]
+        if method.inserts == "copy" and options.control == "none":
+            # Which weights the blocks start from costs nothing; where they stand does.
+            plan = method.make_plan(options.upscale, num_base_layers)
+            facts["upscale"] = {"copies": plan.positions, "trains": method.trains}
+        else:
+            facts["upscale"] = _without(facts["upscale"], ("seed",))
     facts["trainer"] = _without(facts["trainer"], _FREE_ARGUMENTS)
     # A part is a group of the optimizer, and one with a norm of its own is clipped apart.
     parts = options.optimizer.parts.items()

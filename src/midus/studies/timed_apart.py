@@ -11,7 +11,7 @@ from midus.reports import conditions
 from midus.studies.folder import opened, read_study_folder
 from midus.studies.grid import search_trials
 from midus.studies.loop import Loop
-from midus.studies.material import Material
+from midus.studies.material import SLOW, Material
 from midus.studies.results import Row, add_speed, is_done, read_results
 from midus.studies.step_cost import step_cost
 from midus.studies.timing import WARM_STEPS, Stopwatch
@@ -80,11 +80,12 @@ def time_trials(
         if name not in known:
             raise MidusError(f"the study has no method {name!r}; choose from {', '.join(known)}")
     chosen = [row for row in rows if not only or row["method"] in only]
-    groups = _alike(_without_speed(chosen, identity, say), say)
-    if not groups:
+    untimed = _without_speed(chosen, identity, say)
+    if not untimed:
         return Timed(0, 0, [])
     base = search_trials(study)[0].options
     material = Material(base.model, base.data.sources[0].path, study.texts)
+    groups = _alike(untimed, material.base.config.num_hidden_layers, say)
     with opened(folder, material, only_alone=True) as worker:
         if not worker.sees_other_studies:
             say(UNSEEN)
@@ -99,16 +100,22 @@ def _without_speed(rows: list[Row], identity: str, say: Say) -> list[Row]:
     return own
 
 
-def _alike(rows: list[Row], say: Say) -> list[_Alike]:
+def _alike(rows: list[Row], num_base_layers: int, say: Say) -> list[_Alike]:
     groups: dict[str, _Alike] = {}
-    for row in rows:
+    for row in sorted(rows, key=_grows_slowly):
         try:
             options = TrainOptions.from_dict(row["options"])
         except (ValueError, TypeError) as error:
             say(f"{_said(row)}: left out, as its options are no more ({error})")
             continue
-        groups.setdefault(step_cost(options), _Alike(options, [])).rows.append(row)
+        cost = step_cost(options, num_base_layers)
+        groups.setdefault(cost, _Alike(options, [])).rows.append(row)
     return list(groups.values())
+
+
+def _grows_slowly(row: Row) -> bool:
+    """Whether another trial that costs the same should rather be timed."""
+    return (row["options"].get("upscale") or {}).get("method") in SLOW
 
 
 def _said(row: Row) -> str:
