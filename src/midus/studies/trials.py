@@ -31,7 +31,7 @@ class Trial:
     @property
     def setting(self) -> str:
         """The searched settings in one line, the same for every seed."""
-        return ", ".join(f"{_short(name)}={_said(value)}" for name, value in self.varied.items())
+        return say_setting(self.varied)
 
     @property
     def tokens(self) -> int:
@@ -70,6 +70,11 @@ def base_key(options: TrainOptions, identity: str) -> str:
 def hash_facts(facts: dict[str, Any]) -> str:
     """Sixteen digits that stand for all of it."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def say_setting(varied: dict[str, Any]) -> str:
+    """Options and their values in one line."""
+    return ", ".join(f"{_short(name)}={_said(value)}" for name, value in varied.items())
 
 
 def _short(name: str) -> str:
