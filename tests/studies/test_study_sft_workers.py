@@ -2,20 +2,28 @@
 
 import json
 import multiprocessing
+import shutil
 import threading
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from filelock import FileLock
-from small_sft import rows_of
+from small import Ticks
+from small_sft import FakeTasks, rows_of
 
 from midus.errors import MidusError
 from midus.studies import sft as sft_module
+from midus.studies.finalists import find_finalists
+from midus.studies.folder import read_study_folder
 from midus.studies.presence import device_name
 from midus.studies.results import add_result
 from midus.studies.sft import run_sft
+from midus.studies.sft_options import Sft
 from midus.studies.sft_report import make_sft_report, to_markdown
 from midus.studies.sft_run import SftCallback
+from midus.studies.timing import Deadline
 
 CHANGING = ("seconds", "tokens_per_second", "conditions", "options")
 ONE = {"only": ["hml"], "seeds": [100]}
@@ -31,12 +39,32 @@ def quick(monkeypatch):
     monkeypatch.setattr(sft_module, "_WAIT", 0.01)
 
 
+@contextmanager
+def at_work(folder):
+    """Another process at work in the folder, as its locks show it."""
+    (folder / ".workers").mkdir(exist_ok=True)
+    with FileLock(folder / ".workers" / f"0@{device_name(torch.device('cpu'))}"):
+        yield
+
+
 @pytest.fixture
 def other(copied):
-    """Another process at work in the folder, as its locks show it."""
-    (copied / ".workers").mkdir(exist_ok=True)
-    with FileLock(copied / ".workers" / f"0@{device_name(torch.device('cpu'))}"):
+    with at_work(copied):
         yield
+
+
+@pytest.fixture(scope="module")
+def alone(study_folder, config, tmp_path_factory):
+    """Rows of a process that nobody was beside."""
+    folder = tmp_path_factory.mktemp("alone") / "study"
+    shutil.copytree(study_folder, folder, ignore=shutil.ignore_patterns("sft"))
+    run_sft(folder, config, seeds=[100])
+    return rows_of(folder)
+
+
+@pytest.fixture(scope="module")
+def tuned_row(alone):
+    return next(row for row in alone if row["method"] == "hml")
 
 
 def _run_in_a_process(folder, config, ran):
@@ -44,7 +72,7 @@ def _run_in_a_process(folder, config, ran):
     ran.put(run_sft(folder, config, seeds=[100]).ran)
 
 
-def test_two_processes_fine_tune_each_model_once_with_the_same_rows(study_folder, copied, config):
+def test_two_processes_fine_tune_each_model_once_with_the_same_rows(alone, copied, config):
     context = multiprocessing.get_context("spawn")
     ran = context.Queue()
     pair = [context.Process(target=_run_in_a_process, args=(copied, config, ran)) for _ in range(2)]
@@ -56,10 +84,7 @@ def test_two_processes_fine_tune_each_model_once_with_the_same_rows(study_folder
     assert sum(counts) == 4
     lines = (copied / "sft" / "words" / "results.jsonl").read_text().splitlines()
     assert len(lines) == 4
-    run_sft(study_folder, config, seeds=[100])
-    alone = lasting(rows_of(study_folder))
-    together = lasting(rows_of(copied))
-    assert together == {key: alone[key] for key in together}
+    assert lasting(rows_of(copied)) == lasting(alone)
     assert not [*copied.glob(".workers/*"), *copied.glob(".claims/*")]
     assert not list(copied.glob("sft/words/*/checkpoint-*"))
 
@@ -71,7 +96,7 @@ def test_a_model_of_another_process_is_waited_for_and_not_run(copied, config, qu
     results.write_text("")
     claims = copied / ".claims"
     claims.mkdir()
-    lock = FileLock(claims / f"sft-{row['key']}", thread_local=False)
+    lock = FileLock(claims / f"sft-words-{row['key']}", thread_local=False)
     lock.acquire()
     said, waits = [], threading.Event()
 
@@ -94,22 +119,101 @@ def test_a_model_of_another_process_is_waited_for_and_not_run(copied, config, qu
     assert said.count("waiting for models that other processes fine-tune") == 1
 
 
-def test_what_another_process_left_unfinished_is_taken_over(copied, config, quick):
-    run_sft(copied, config, settings=["trainer.max_steps=1"], name="other", **ONE)
+def test_what_another_process_left_unfinished_is_taken_over(tuned_row, copied, config, quick):
+    stopped = run_sft(copied, config, deadline=Deadline(4, Ticks()), **ONE)
+    assert stopped.is_out_of_time
+    (checkpoint,) = copied.glob("sft/words/hml-100-*/checkpoint-*")
     claims = copied / ".claims"
     claims.mkdir()
-    (key,) = (row["key"] for row in rows_of(copied, "other"))
-    lock = FileLock(claims / f"sft-{key}", thread_local=False)
+    lock = FileLock(claims / f"sft-words-{tuned_row['key']}", thread_local=False)
     lock.acquire()
-    (copied / "sft" / "other" / "results.jsonl").write_text("")
+    said = []
 
     def say(sentence):
+        said.append(sentence)
         if "waiting" in sentence:
             lock.release()  # as a kill does
 
-    settings = ["trainer.max_steps=1"]
-    assert run_sft(copied, config, settings=settings, name="other", say=say, **ONE).ran == 1
-    assert len(rows_of(copied, "other")) == 1
+    assert run_sft(copied, config, say=say, **ONE).ran == 1
+    assert any("resuming from" in line and line.endswith(checkpoint.name) for line in said)
+    assert lasting(rows_of(copied)) == lasting([tuned_row])
+
+
+def test_two_names_do_not_wait_for_each_other(copied, config, tuned_row):
+    claims = copied / ".claims"
+    claims.mkdir()
+    with FileLock(claims / f"sft-another-{tuned_row['key']}"):
+        assert run_sft(copied, config, **ONE).ran == 1
+
+
+def test_what_was_begun_before_an_option_was_there_keeps_its_rows(copied, config):
+    run_sft(copied, config, **ONE)
+    facts = copied / "sft" / "words" / "sft.json"
+    values = json.loads(facts.read_text())
+    del values["options"]["key_start"]
+    facts.write_text(json.dumps(values))
+    old = Sft("words", values["options"], values["rows"])
+    study, identity = read_study_folder(copied)
+    finalists = find_finalists(copied, study, identity)
+    results = facts.parent / "results.jsonl"
+    row = json.loads(results.read_text())
+    (key,) = (old.key(f) for f in finalists if (f.method, f.seed) == ("hml", 100))
+    assert key != row["key"]
+    results.write_text(json.dumps({**row, "key": key}) + "\n")
+    again = run_sft(copied, config, only=["hml"])  # the other seed is left
+    assert (again.ran, again.left) == (1, 0)
+    report = make_sft_report(copied, "words")
+    assert [len(line.rows) for line in report.lines if line.label == "hml"] == [2]
+
+
+def test_memory_that_others_had_is_asked_for_again(copied, config, monkeypatch):
+    def no_memory(*_, **__):
+        raise torch.OutOfMemoryError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sft_module, "train", no_memory)
+        (alone,) = run_sft(copied, config, **ONE).skipped
+        with at_work(copied):
+            (shared,) = run_sft(copied, config, **ONE).skipped
+    assert "lower trainer.per_device_train_batch_size" in alone
+    assert "beside the other processes on its device" in shared
+    assert run_sft(copied, config, **ONE).ran == 1
+
+
+class TightTasks(FakeTasks):
+    """Memory holds the first, and no batch of the second while others are there."""
+
+    has_room = False
+
+    def measure(self, model, options, results, say, is_past):
+        results.setdefault("one", 0.5)
+        results.setdefault("two", 0.25 if self.has_room else None)
+        return True
+
+    def without_memory(self, results):
+        return [name for name, value in results.items() if value is None]
+
+
+def test_tasks_that_others_left_no_memory_for_run_again(copied, config, monkeypatch):
+    plain = sft_module.read_study_folder
+
+    def with_tasks(folder):
+        study, identity = plain(folder)
+        return replace(study, tasks=object()), identity
+
+    monkeypatch.setattr(sft_module, "read_study_folder", with_tasks)
+    monkeypatch.setattr(sft_module, "Tasks", TightTasks)
+    with at_work(copied):
+        (why,) = run_sft(copied, config, **ONE).skipped
+    assert "beside the other processes on its device" in why
+    assert not rows_of(copied)
+    monkeypatch.setattr(TightTasks, "has_room", True)
+    monkeypatch.setattr(
+        sft_module.SftCallback, "on_step_begin", lambda *_, **__: pytest.fail("a step")
+    )
+    assert run_sft(copied, config, **ONE).ran == 1
+    (row,) = rows_of(copied)
+    assert {name: task["acc"] for name, task in row["tasks"].items()} == {"one": 0.5, "two": 0.25}
 
 
 def test_a_speed_is_of_a_device_that_nobody_shared(copied, config, other):

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from small import make_study, rows_of
 
+from midus.studies import stopping
 from midus.studies.run import run_study
 from midus.studies.stopping import ended_by_signals
 from midus.studies.timing import Deadline
@@ -28,7 +29,10 @@ def handlers():
 
 
 @BOTH
-def test_the_first_signal_ends_the_deadline_and_the_second_does_what_it_did(number, capfd):
+def test_the_first_signal_ends_the_deadline_and_the_second_does_what_it_did(
+    number, capfd, monkeypatch
+):
+    monkeypatch.setattr(stopping, "_TWICE", 0.0)
     reached = []
     signal.signal(number, lambda *_: reached.append("before"))
     deadline = Deadline(None)
@@ -41,6 +45,33 @@ def test_the_first_signal_ends_the_deadline_and_the_second_does_what_it_did(numb
         os.kill(os.getpid(), number)
     assert reached == ["before"]
     assert capfd.readouterr().err.count("stopping at the next step") == 1
+
+
+def test_a_signal_that_comes_twice_at_once_counts_once():
+    reached = []
+    signal.signal(signal.SIGTERM, lambda *_: reached.append("before"))
+    deadline = Deadline(None)
+    with ended_by_signals(deadline):
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert deadline.is_past()
+    assert reached == []
+
+
+def test_nobody_need_read_what_is_said():
+    deadline = Deadline(None)
+    kept = os.dup(2)
+    reads, writes = os.pipe()
+    try:
+        os.dup2(writes, 2)
+        os.close(reads)
+        with ended_by_signals(deadline):
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        os.dup2(kept, 2)
+        os.close(writes)
+        os.close(kept)
+    assert deadline.is_past()
 
 
 def test_handlers_come_back(handlers):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,10 +75,12 @@ def cost(material, seed=0, run=None, **settings):
     return cost_of(material, {**HML, **settings}, seed, run)
 
 
-def cost_of(material, settings, seed=0, run=None):
+def cost_of(material, settings, seed=0, run=None, config=None):
     methods = {"any": {"set": settings}}
     study = make_study(material, methods=methods, search={}, seeds=[seed], run=run or {})
-    return step_cost(search_trials(study)[0].options, num_base_layers=4)
+    return step_cost(
+        search_trials(study)[0].options, config or SimpleNamespace(num_hidden_layers=4)
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,6 +142,19 @@ def test_copied_blocks_cost_by_where_they_stand_and_not_by_what_they_start_from(
     # As many parameters as the blocks have, in adapters.
     lora = [cost_of(material, {"control": "lora", **copies(name)}) for name in ("lesa", "avg_deus")]
     assert len({*lora, of("lesa")}) == 3
+
+
+def test_copies_of_blocks_that_look_at_a_window_cost_what_those_do(material):
+    near, far = "sliding_attention", "full_attention"
+    config = SimpleNamespace(num_hidden_layers=4, layer_types=[near, far, near, near])
+
+    def of(method, position):
+        settings = copies(method, positions=[position])
+        return cost_of(material, settings, config=config)
+
+    # Before its anchor or after it: of the same place, one copies the far-looking block.
+    assert of("llama_pro", 2) != of("avg_deus", 2)
+    assert of("llama_pro", 3) == of("avg_deus", 3)
 
 
 def test_what_grows_quickly_is_timed_for_what_does_not(material, tmp_path, made):

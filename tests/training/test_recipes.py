@@ -89,6 +89,7 @@ def test_it_can_be_set_and_taken_back(tmp_path):
         ({"stage": "sft"}, "use it with stage: cpt"),
         ({"upscale": {"method": "llama_pro"}}, "recipe='short' is for MIDUS-HML"),
         ({"upscale": {"memory": {"kind": "pkm"}}}, "upscale.memory.kind='pkm'"),
+        ({"control": "lora"}, "control='lora' trains none"),
         ({"upscale": "midus"}, "upscale='midus' must be a mapping"),
         ({"optimizer": {"parts": {"keys": 1}}}, "optimizer.parts.keys=1 must be a mapping"),
     ],
@@ -104,9 +105,12 @@ def test_a_studys_method_can_be_a_recipe(tmp_path):
         "run": {"model": "m", "data": {"sources": "t", "seq_len": 8, "max_tokens": 640}},
         "methods": {"a": {"set": {"recipe": "short"}}, "b": {"set": WRITTEN_OUT}},
         "search": {"optimizer.lr": [1e-3]},
+        "seeds": [0, 1000],
     }
     path = tmp_path / "grid.yaml"
     path.write_text(yaml.safe_dump(grid))
-    first, second = search_trials(read_study(path))
-    assert first.options == second.options
-    assert first.options.optimizer.lr == 1e-3
+    trials = search_trials(read_study(path))
+    first, second = ([t.options for t in trials if t.method == name] for name in "ab")
+    assert first == second
+    assert [options.optimizer.lr for options in first] == [1e-3, 1e-3]
+    assert [options.upscale.seed for options in first] == [0, 1000]

@@ -14,6 +14,7 @@ from midus.studies.options import MethodOptions, StudyOptions
 from midus.studies.trials import Trial
 from midus.training.options import TrainOptions
 from midus.training.reading import set_option
+from midus.training.recipes import with_recipe
 
 
 def search_trials(study: StudyOptions) -> list[Trial]:
@@ -80,9 +81,10 @@ def make_trial(
         set_option(values, option, copy.deepcopy(value), said)
     if is_final and study.final_tokens is not None:
         set_option(values, "data.max_tokens", study.final_tokens, said)
-    if isinstance(values.get("upscale"), dict):
-        values["upscale"]["seed"] = seed
     try:
+        values = with_recipe(values)  # which may be where it grows
+        if isinstance(values.get("upscale"), dict):
+            values["upscale"]["seed"] = seed
         options = TrainOptions.from_dict(values)
         options = replace(options, optimizer=options.optimizer.resolved("cpt"))
         options = _with_steps(options)

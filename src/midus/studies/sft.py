@@ -35,6 +35,7 @@ from midus.studies.sft_options import (
     begin_sft,
     checked_name,
     describe_sft,
+    read_sft,
     read_sft_options,
 )
 from midus.studies.sft_rows import names_model, read_rows
@@ -50,7 +51,7 @@ from midus.studies.sft_run import (
 )
 from midus.studies.tasks import Tasks
 from midus.studies.timing import Deadline
-from midus.studies.workers import UNSEEN, Worker
+from midus.studies.workers import NO_ROOM, UNSEEN, Worker
 from midus.training.checkpoint import is_full_disk, read_weights
 from midus.training.continuing import MODEL_NAME
 from midus.training.loss import use_chunked_loss
@@ -119,6 +120,7 @@ def run_sft(
     material = Material(base.model, base.data.sources[0].path, study.texts)
     sft = describe_sft(name, options)
     with visited(folder, material, lambda shared: begin_sft(folder, sft, shared)) as worker:
+        sft = read_sft(folder, name)  # as it was begun, which keys are made of
         if not worker.sees_other_studies:
             say(UNSEEN)
         tasks = Tasks(study.tasks, base.model) if study.tasks else None
@@ -177,7 +179,7 @@ class _Session:
                 continue
             if self._row(key) is None and self._deadline.is_past():
                 return False
-            with self._worker.claimed(f"{FOLDER}-{key}") as is_ours:
+            with self._worker.claimed(f"{FOLDER}-{self._sft.name}-{key}") as is_ours:
                 if not is_ours:
                     others_have_some = True
                 elif not self._end(finalist, key, f"{number} of {len(finalists)}", keep):
@@ -191,6 +193,7 @@ class _Session:
         run, row = self._out / finalist.name, self._row(key)
         if row is None:
             self._say(f"{count}: {finalist.said}")
+            solitude, has_room = self._worker.solitude(), True
             try:
                 row = self._fine_tune(finalist, key, run, keep)
             except (MidusError, OSError) as error:
@@ -204,10 +207,13 @@ class _Session:
                 self._skip(finalist, key, str(error))  # the others can still run
                 return True
             except torch.OutOfMemoryError:
-                self._skip(finalist, key, _NO_MEMORY)
-                return True
+                has_room = False
             finally:
                 self._material.release()
+            if not has_room:
+                is_shared = not self._worker.has_been_alone(solitude)
+                self._skip(finalist, key, NO_ROOM if is_shared else _NO_MEMORY)
+                return True
             if row is None:
                 return False
             add_result(self._out, row)
@@ -228,9 +234,7 @@ class _Session:
         source = starting_source(finalist, self._material, run / MERGED_NAME)
         options = replace(self._options, model=source, output=str(run))
         since = self._worker.solitude()
-        callback = SftCallback(
-            self._deadline, lambda: since is not None and self._worker.solitude() == since
-        )
+        callback = SftCallback(self._deadline, lambda: self._worker.has_been_alone(since))
         try:
             result = train(
                 options, resume=True, track=self._track, say=self._say, callbacks=[callback]
@@ -293,10 +297,19 @@ class _Session:
         results = before.get("results", {}) if before.get("of") == self._tasks.identity else {}
         measured: Row = {"row": row, "of": self._tasks.identity, "results": results}
         write_json(path, measured)  # what was read so far outlives a kill, too
-        if not self._tasks.measure(model, like, results, self._say, self._deadline.is_past):
-            write_json(path, measured)
-            return None
-        return row | self._tasks.scores(results)
+        solitude = self._worker.solitude()
+        is_whole = self._tasks.measure(model, like, results, self._say, self._deadline.is_past)
+        shared = self._tasks.without_memory(results)
+        if self._worker.has_been_alone(solitude):
+            shared = []
+        if is_whole and not shared:
+            return row | self._tasks.scores(results)
+        for name in shared:
+            del results[name]
+        write_json(path, measured)
+        if is_whole:
+            raise MidusError(NO_ROOM)
+        return None
 
     def _like(self, finalist: Finalist) -> TrainOptions:
         """The options its row in the study was read with; precision and length count."""

@@ -17,12 +17,12 @@ _FREE_OPTIMIZER = (
 _FREE_ARGUMENTS = ("max_steps", "max_grad_norm", "adam_beta1", "adam_epsilon")
 
 
-def step_cost(options: TrainOptions, num_base_layers: int) -> str:
+def step_cost(options: TrainOptions, base_config: Any) -> str:
     """A hash of all that may decide how long a step takes, on one device.
 
     Args:
         options: Of a trial.
-        num_base_layers: Blocks of the base, which all trials have.
+        base_config: Config of the base, which all trials have.
     """
     facts = _without(options.to_dict(), _FREE)
     facts["seq_len"] = options.data.seq_len
@@ -30,8 +30,13 @@ def step_cost(options: TrainOptions, num_base_layers: int) -> str:
         method = METHODS[options.upscale.method]
         if method.inserts == "copy" and options.control == "none":
             # Which weights the blocks start from costs nothing; where they stand does.
-            plan = method.make_plan(options.upscale, num_base_layers)
-            facts["upscale"] = {"copies": plan.positions, "trains": method.trains}
+            plan = method.make_plan(options.upscale, base_config.num_hidden_layers)
+            kinds = getattr(base_config, "layer_types", None)  # a window, or all tokens
+            facts["upscale"] = {
+                "copies": plan.positions,
+                "kinds": kinds and [kinds[source] for source in plan.sources],
+                "trains": method.trains,
+            }
         else:
             facts["upscale"] = _without(facts["upscale"], ("seed",))
     facts["trainer"] = _without(facts["trainer"], _FREE_ARGUMENTS)

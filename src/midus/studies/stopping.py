@@ -7,13 +7,17 @@ MPS, may take the others down with it.
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from midus.studies.timing import Deadline
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Seconds in which a signal is the first one again: a process may get it from its group, and from
+# who passes it on.
+_TWICE = 1.0
 _SAID = b"\nstopping at the next step; a second signal stops at once and loses this trial\n"
 
 
@@ -34,10 +38,20 @@ def ended_by_signals(deadline: Deadline) -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    def end(_number: int, _frame: Any) -> None:
-        deadline.end()
-        restore()
-        os.write(2, _SAID)  # print may be in the middle of a line, which it cannot enter twice
+    first: float | None = None
+
+    def end(number: int, _frame: Any) -> None:
+        nonlocal first
+        if first is None:
+            first = time.monotonic()
+            deadline.end()
+            # print may be in the middle of a line, which it cannot enter twice; and who reads it
+            # may be gone, by the same signal.
+            with suppress(OSError):
+                os.write(2, _SAID)
+        elif time.monotonic() - first >= _TWICE:
+            restore()
+            signal.raise_signal(number)
 
     for number in before:
         signal.signal(number, end)

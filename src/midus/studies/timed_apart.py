@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -85,7 +86,7 @@ def time_trials(
         return Timed(0, 0, [])
     base = search_trials(study)[0].options
     material = Material(base.model, base.data.sources[0].path, study.texts)
-    groups = _alike(untimed, material.base.config.num_hidden_layers, say)
+    groups = _alike(untimed, material.base.config, say)
     with opened(folder, material, only_alone=True) as worker:
         if not worker.sees_other_studies:
             say(UNSEEN)
@@ -100,7 +101,7 @@ def _without_speed(rows: list[Row], identity: str, say: Say) -> list[Row]:
     return own
 
 
-def _alike(rows: list[Row], num_base_layers: int, say: Say) -> list[_Alike]:
+def _alike(rows: list[Row], base_config: Any, say: Say) -> list[_Alike]:
     groups: dict[str, _Alike] = {}
     for row in sorted(rows, key=_grows_slowly):
         try:
@@ -108,7 +109,7 @@ def _alike(rows: list[Row], num_base_layers: int, say: Say) -> list[_Alike]:
         except (ValueError, TypeError) as error:
             say(f"{_said(row)}: left out, as its options are no more ({error})")
             continue
-        cost = step_cost(options, num_base_layers)
+        cost = step_cost(options, base_config)
         groups.setdefault(cost, _Alike(options, [])).rows.append(row)
     return list(groups.values())
 

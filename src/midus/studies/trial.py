@@ -23,6 +23,7 @@ from midus.studies.tasks import Tasks
 from midus.studies.timing import Deadline, Pace, Stopwatch
 from midus.studies.trials import UNTOUCHED, Trial, base_key
 from midus.studies.unfinished import drop_unfinished, load_unfinished, save_unfinished
+from midus.studies.workers import NO_ROOM
 from midus.training.checkpoint import write_weights
 from midus.training.freezing import count_trainable
 from midus.training.loss import use_chunked_loss
@@ -31,10 +32,6 @@ from midus.upscaling.method import Track
 
 MODELS_NAME = "models"
 Say = Callable[[str], None]
-_NO_MEMORY = (
-    "there is no memory for it beside the other processes on its device; when they have ended, the "
-    "same command runs it"
-)
 # Every how many steps a loss that is no number is looked for.
 _LOOK = 25
 
@@ -106,7 +103,7 @@ class TrialRun:
         except torch.OutOfMemoryError:
             is_shared = not self._has_been_alone(solitude)
         if is_shared:  # not inside the handler: an exception holds the model it came from
-            raise MidusError(_NO_MEMORY)
+            raise MidusError(NO_ROOM)
         if ended is None:
             return None
         row = {
@@ -145,7 +142,7 @@ class TrialRun:
             solitude = self._solitude()
             self._tasks.measure(model, options, results, self._say)
             if self._tasks.without_memory(results) and not self._has_been_alone(solitude):
-                raise MidusError(_NO_MEMORY)
+                raise MidusError(NO_ROOM)
             row |= self._tasks.scores(results)
         del model
         self._material.release()
@@ -222,7 +219,7 @@ class TrialRun:
         facts = {**trained.facts, "tasks": {"of": tasks.identity, "results": results}}
         save_unfinished(self._out, key, trained.loop, facts)
         if is_whole:
-            raise MidusError(_NO_MEMORY)
+            raise MidusError(NO_ROOM)
         return None
 
     def _point(self, loop: Loop, trial: Trial, curve: list[Row], norms: PartNorms | None) -> Row:

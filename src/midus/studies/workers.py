@@ -18,6 +18,10 @@ from midus.studies.presence import Presence, device_name, is_anyone_in
 _WORKERS, _CLAIMS = ".workers", ".claims"
 # In midus' cache.
 _DEVICES = "devices"
+NO_ROOM = (
+    "there is no memory for it beside the other processes on its device; when they have ended, the "
+    "same command runs it"
+)
 UNSEEN = (
     "midus' cache cannot be written, so studies in other folders are not seen: tokens/s may be "
     "of a device that was shared with them"
@@ -85,6 +89,10 @@ class Worker:
                 return None
             total += visits
         return total if self.is_alone() else None
+
+    def has_been_alone(self, since: int | None) -> bool:
+        """Whether no other process has been there since; `since` is the solitude of then."""
+        return since is not None and self.solitude() == since
 
     def _presences(self) -> list[Presence]:
         return [self._in_study, *([self._in_cache] if self.sees_other_studies else [])]

@@ -51,6 +51,11 @@ def with_recipe(values: Any) -> Any:
         raise MidusError(
             f"recipe={name!r} grows a model and trains it on text; use it with stage: cpt"
         )
+    if own.get("control") not in (None, "none"):
+        raise MidusError(
+            f"recipe={name!r} is for memory blocks, and control={own['control']!r} trains none; "
+            "leave one of them out"
+        )
     filled: dict[str, Any] = _filled(own, _RECIPES[name])
     upscale = filled["upscale"]
     if upscale["method"] != "midus" or upscale["memory"]["kind"] != "hml":
