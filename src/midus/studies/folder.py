@@ -21,20 +21,19 @@ _PATIENCE = 2.0
 
 
 @contextmanager
-def opened(out: Path, material: Material, *, only_alone: bool = False) -> Iterator[Worker]:
-    """The folder of a study for this process alone; the study stays as it is written down.
+def opened(out: Path, material: Material) -> Iterator[Worker]:
+    """Folder and device of a study for this process alone; the study stays as it is written down.
 
     Args:
         out: The folder.
         material: What the study was begun with.
-        only_alone: Refuse a device that another study works on.
     """
     worker = Worker(out, material.device)
     with _locked(out, timeout=0):
         if others_at_work(out):
             raise _in_use(out)
         _check_material(out, material)
-        if not worker.enter(only_alone=only_alone):
+        if not worker.enter(only_alone=True):
             raise MidusError(
                 "another midus study command works on this device, which would change the speeds; "
                 "wait for it, or take another device"

@@ -87,7 +87,7 @@ def time_trials(
     base = search_trials(study)[0].options
     material = Material(base.model, base.data.sources[0].path, study.texts)
     groups = _alike(untimed, material.base.config, say)
-    with opened(folder, material, only_alone=True) as worker:
+    with opened(folder, material) as worker:
         if not worker.sees_other_studies:
             say(UNSEEN)
         return _Session(folder, material, worker, steps, say, track).time(groups)

@@ -9,7 +9,7 @@ from typing import Any
 
 from midus.errors import MidusError
 
-_RISING = {"schedule": "cosine", "warmup_ratio": 0.02}
+_FALLING = {"schedule": "cosine", "warmup_ratio": 0.02}
 _RECIPES: dict[str, dict[str, Any]] = {
     # The best known for runs of hundreds of steps (docs/results/quality.md). Its best rate was 6e-3
     # on SmolLM2-135M and 1e-3 on stories15M; this lies between, 0.6 % behind on the first.
@@ -18,7 +18,7 @@ _RECIPES: dict[str, dict[str, Any]] = {
         "optimizer": {
             "recipe": "short",
             "lr": 3e-3,
-            "parts": {"values": {"lr": 3e-2, **_RISING}, "keys": {"lr": 1e-2, **_RISING}},
+            "parts": {"values": {"lr": 3e-2, **_FALLING}, "keys": {"lr": 1e-2, **_FALLING}},
         },
         "upscale": {
             "method": "midus",
