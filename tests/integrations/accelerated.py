@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 import midus  # noqa: F401  # registers the up-scaled classes
+from midus.training.distributed import leave_together
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
@@ -28,4 +29,4 @@ if __name__ == "__main__":
     if accelerator.is_main_process:
         with open(sys.argv[2], "w") as file:
             json.dump({"processes": accelerator.num_processes, "losses": losses}, file)
-    accelerator.end_training()
+    leave_together()

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import midus  # registers the up-scaled classes
+from midus.training.distributed import leave_together
 
 IDS = torch.arange(24).view(2, 12) * 5 % 90 + 5
 
@@ -56,5 +57,4 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for folder in sys.argv[1:]:
         main(folder, os.path.join(os.path.dirname(folder), "saved"))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_together()

@@ -1,5 +1,6 @@
-"""`midus train` as `torchrun` starts it; each process then writes whether it left the others."""
+"""`midus train` as `torchrun` starts it; each process writes how it ended."""
 
+import atexit
 import os
 import sys
 from pathlib import Path
@@ -8,9 +9,20 @@ import torch.distributed as dist
 
 from midus.cli.main import main
 
+
+class TornDown:
+    """Writes, should the interpreter be torn down around it."""
+
+    def __init__(self, file):
+        self.file, self.write = file, Path.write_text
+
+    def __del__(self):
+        self.write(self.file, "")
+
+
 if __name__ == "__main__":
-    folder = Path(sys.argv.pop(1))
-    try:
-        main()
-    finally:
-        (folder / f"left-{os.environ['RANK']}").write_text(str(not dist.is_initialized()))
+    folder, rank = Path(sys.argv.pop(1)), os.environ["RANK"]
+    witness = TornDown(folder / f"torn-down-{rank}")
+    at_exit = folder / f"at-exit-{rank}"
+    atexit.register(lambda: at_exit.write_text(str(dist.is_initialized())))
+    main()

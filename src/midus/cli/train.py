@@ -44,9 +44,14 @@ def train(
             console.err.print(sentence)
 
     result = run(options, resume=resume, track=console.track, say=say)
+    if is_first_rank():
+        _print_result(result)
     leave_together()
-    if not is_first_rank():
-        return
+
+
+def _print_result(result: Any) -> None:
+    from midus.cli import console
+
     before, after = (result.losses[f"{when}_perplexity"] for when in ("before", "after"))
     if before is not None and after is not None:
         console.out.print(f"held-out   perplexity {before:.3f} -> {after:.3f}")

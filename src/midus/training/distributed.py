@@ -1,5 +1,9 @@
 """Several processes: who reads first, and sharding that stays sharding on a CPU."""
 
+import atexit
+import os
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,14 +63,22 @@ def is_first_rank() -> bool:
 
 
 def leave_together() -> None:
-    """Ends communication once every process is here; the last thing a process of several does.
+    """Ends a process of several once all are here; a process on its own just goes on.
 
-    Without it gloo's threads outlive the interpreter now and then, and abort a run that is done
-    (pytorch#179291).
+    gloo's threads drop their last tensors when they get to it, and a thread that does so while the
+    interpreter is torn down aborts a run that is done (pytorch#190489). Destroying the group ends
+    them only if nothing else holds it, and a sharded model does. So what is due at exit is done
+    here, and the interpreter is never torn down.
     """
     from accelerate import PartialState
 
     world = PartialState()
-    if world.num_processes > 1:
-        world.wait_for_everyone()
-        world.destroy_process_group()
+    if world.num_processes == 1:
+        return
+    world.wait_for_everyone()
+    world.destroy_process_group()
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as any exit does
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
