@@ -15,6 +15,12 @@ import torch
 import triton_on_cpu  # noqa: F401
 
 
+def pytest_collection_modifyitems(items):
+    # Files with slow tests first, so that no process ends long after the others.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     # Tests run side by side; one thread each also keeps sums in one order.

@@ -1,5 +1,7 @@
 """A recipe fills what a file leaves out, and nothing else."""
 
+import copy
+
 import pytest
 import yaml
 
@@ -13,9 +15,9 @@ WRITTEN_OUT = {
     "key_start": "queries",
     "optimizer": {
         "recipe": "short",
-        "lr": 3e-3,
+        "relative_lr": 0.032,
         "parts": {
-            "values": {"lr": 3e-2, "schedule": "cosine", "warmup_ratio": 0.02},
+            "values": {"relative_lr": 0.16, "schedule": "cosine", "warmup_ratio": 0.02},
             "keys": {"lr": 1e-2, "schedule": "cosine", "warmup_ratio": 0.02},
         },
     },
@@ -59,13 +61,22 @@ def test_what_the_file_says_counts():
     options = TrainOptions.from_dict(own)
     assert options.key_start == "random"
     assert options.optimizer.lr == 6e-3
+    assert options.optimizer.relative_lr is None
     assert options.optimizer.parts["values"].lr == 1e-2
+    assert options.optimizer.parts["values"].relative_lr is None
     assert options.optimizer.parts["values"].schedule == "cosine"
     assert options.optimizer.parts["attention"].lr == 1e-3
     assert options.upscale.num_inserted == 4
     assert options.upscale.memory.num_subkeys == 16
     assert options.upscale.memory.bypass == "both"
     assert own["upscale"] == {"num_inserted": 4, "memory": {"num_subkeys": 16}}  # as it was
+
+
+def test_a_rate_and_a_multiple_of_the_weights_stand_for_each_other():
+    own = FILE | {"optimizer": {"parts": {"keys": {"relative_lr": 0.1}}}}
+    options = TrainOptions.from_dict(own).optimizer
+    assert (options.lr, options.relative_lr) == (None, 0.032)
+    assert (options.parts["keys"].lr, options.parts["keys"].relative_lr) == (None, 0.1)
 
 
 def test_sections_left_empty_are_filled():
@@ -100,10 +111,12 @@ def test_what_it_is_not_for_is_refused(changed, message):
 
 
 def test_a_studys_method_can_be_a_recipe(tmp_path):
+    written_out = copy.deepcopy(WRITTEN_OUT)
+    del written_out["optimizer"]["relative_lr"]  # the search has the rate
     grid = {
         "name": "x",
         "run": {"model": "m", "data": {"sources": "t", "seq_len": 8, "max_tokens": 640}},
-        "methods": {"a": {"set": {"recipe": "short"}}, "b": {"set": WRITTEN_OUT}},
+        "methods": {"a": {"set": {"recipe": "short"}}, "b": {"set": written_out}},
         "search": {"optimizer.lr": [1e-3]},
         "seeds": [0, 1000],
     }

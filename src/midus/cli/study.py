@@ -88,12 +88,13 @@ def report(
     from midus.studies.plots import plot_study
     from midus.studies.report import REPORT_NAME, make_report, to_markdown
     from midus.studies.settings_plot import plot_settings
+    from midus.training.checkpoint import replace_text
 
     made = make_report(folder)
     has_plots = importlib.util.find_spec("matplotlib") is not None
     figures = [*plot_study(made, folder), *plot_settings(made, folder)] if has_plots else []
     text = to_markdown(made, figures)
-    (folder / REPORT_NAME).write_text(text, encoding="utf-8")
+    replace_text(folder / REPORT_NAME, text)
     console.out.print(text.split("\n## ")[0].rstrip())
     console.out.print(f"\nwritten    {folder / REPORT_NAME}")
     if not has_plots:

@@ -73,8 +73,8 @@ def _print_plan(options: Any) -> None:
     plan = describe_run(options)
     console.out.print()
     rows = [
-        [g["name"], f"{g['tensors']:,}", f"{g['parameters']:,}", f"{g['lr']:g}", g["rate"],
-         f"{g['weight_decay']:g}"]
+        [g["name"], f"{g['tensors']:,}", f"{g['parameters']:,}",
+         f"{g['lr']:g}" + " x weights" * g["is_relative"], g["rate"], f"{g['weight_decay']:g}"]
         for g in plan["groups"]
     ]  # fmt: skip
     console.print_table(

@@ -19,6 +19,7 @@ _SETTINGS = {
     "batch_size": "sequences a step",
     "optimizer.recipe": "recipe",
     "optimizer.lr": "learning rate",
+    "optimizer.relative_lr": "learning rate, relative to the size of the base's weights",
     "optimizer.memory_lr": "learning rate of keys and values",
     "optimizer.weight_decay": "weight decay",
     "optimizer.schedule": "schedule",

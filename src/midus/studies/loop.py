@@ -22,6 +22,7 @@ from midus.training.key_start import NUM_TOKENS, start_keys_from_queries
 from midus.training.loss import use_chunked_loss
 from midus.training.optim import constant_memory_schedule, make_clipping, parameter_groups
 from midus.training.options import TrainOptions
+from midus.training.weight_size import weight_size
 
 Step = Callable[[Tensor], Tensor]
 LossOf = Callable[[dict[str, Tensor]], Tensor]
@@ -74,6 +75,8 @@ class Loop:
         self.is_graphed = False
         """Whether steps have become graphs: not before the optimizer has stepped once."""
         optimizer = options.optimizer
+        if optimizer.is_relative:
+            optimizer = optimizer.absolute(weight_size(model))
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
         groups = parameter_groups(
             model,

@@ -73,6 +73,11 @@ def read_sft_options(path: Path, settings: list[str], base: str) -> TrainOptions
             f"{path}: optimizer.parts would tune models with memories alone, and the rates are the "
             "same for all; leave it out"
         )
+    if options.optimizer.relative_lr is not None:
+        raise MidusError(
+            f"{path}: optimizer.relative_lr would be another rate for every model, and the rates "
+            "are the same for all; give optimizer.lr instead"
+        )
     if options.trainer.get("ignore_data_skip"):
         raise MidusError(
             f"{path}: trainer.ignore_data_skip would give a run that was stopped other rows; leave "

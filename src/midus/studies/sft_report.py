@@ -23,6 +23,7 @@ from midus.studies.options import StudyOptions
 from midus.studies.results import Row
 from midus.studies.sft_options import FOLDER, Sft, read_sft
 from midus.studies.sft_rows import read_rows
+from midus.training.checkpoint import replace_text
 
 REPORT_NAME = "report.md"
 
@@ -91,7 +92,7 @@ def write_sft_report(folder: Path, name: str) -> tuple[Path, str]:
     """Writes ``report.md`` beside the results, and gives its path and text."""
     path = folder / FOLDER / name / REPORT_NAME
     text = to_markdown(make_sft_report(folder, name))
-    path.write_text(text, encoding="utf-8")
+    replace_text(path, text)
     return path, text
 
 

@@ -11,6 +11,8 @@ UNTOUCHED = "untouched"
 # Where things lie, and how steps are launched, change nothing; what lies there is in the key by its
 # contents.
 _PLACES = ("model", "output", "data", "cuda_graphs")
+# Options that came after trials had been run: where they are not given, keys are as before.
+_LATER = ("relative_lr",)
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,17 @@ def trial_key(options: TrainOptions, identity: str) -> str:
         identity: What base, tokens and texts are, wherever they lie.
     """
     facts = {name: value for name, value in options.to_dict().items() if name not in _PLACES}
+    facts = _without_later(facts)
     facts |= {"seq_len": options.data.seq_len, "max_tokens": options.data.max_tokens}
     return hash_facts({"options": facts, "identity": identity})
+
+
+def _without_later(facts: Any) -> Any:
+    """Without later options that are not given."""
+    if not isinstance(facts, dict):
+        return facts
+    kept = {name: _without_later(value) for name, value in facts.items()}
+    return {name: value for name, value in kept.items() if value is not None or name not in _LATER}
 
 
 def base_key(options: TrainOptions, identity: str) -> str:

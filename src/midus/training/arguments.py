@@ -59,7 +59,7 @@ def make_arguments(options: TrainOptions, has_held_out: bool, world_size: int = 
         **trainer,
         "output_dir": options.output,
         "gradient_accumulation_steps": accumulation,
-        "learning_rate": options.optimizer.lr,
+        "learning_rate": options.optimizer.lr or 0.0,  # the groups have their own
         "weight_decay": options.optimizer.weight_decay,
         "adam_beta2": options.optimizer.adam_beta2,
         "seed": options.seed,

@@ -65,7 +65,7 @@ def replace_text(path: Path, text: str) -> None:
     """Writes a small file so that a kill or a full disk leaves the old one or the new one."""
     aside = path.with_name(f".{path.name}.saving")
     try:
-        aside.write_text(text)
+        aside.write_text(text, encoding="utf-8")
         fsync(aside)
         os.replace(aside, path)
     except OSError as error:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from midus.memory.base import MemoryLayer
 from midus.memory.hive import HiveValues
 from midus.models.block import MemoryBlock
-from midus.training.options import PartOptions
+from midus.training.options import OptimizerOptions, PartOptions
 
 MEMORY_GROUP = "memory"
 # Parts that the paper trains at a constant rate.
@@ -109,6 +109,16 @@ def parameter_groups(
         if parameters:
             made.append({"name": name, "params": parameters, **usual, **given})
     return made
+
+
+def is_relative(name: str, options: OptimizerOptions) -> bool:
+    """Whether a group's rate is a multiple of the size of the base's weights, by its name."""
+    own = options.parts.get(name, PartOptions())
+    if own.lr is not None or own.relative_lr is not None:
+        return own.relative_lr is not None
+    if name in _CONSTANT and options.memory_lr is not None:
+        return False
+    return options.relative_lr is not None
 
 
 def schedule_of(

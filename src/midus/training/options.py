@@ -75,6 +75,8 @@ class PartOptions:
 
     lr: float | None = None
     """Largest rate; default: lr, for keys and values memory_lr."""
+    relative_lr: float | None = None
+    """In place of lr: a multiple of the size of the base's weights."""
     schedule: str | None = None
     """cosine, linear or constant; default: the run's, for keys and values constant."""
     warmup_ratio: float | None = None
@@ -95,6 +97,13 @@ class PartOptions:
             ("max_grad_norm", 1e6),
         ):
             _number(f"{name} of a part", getattr(self, name), 0.0, largest, optional=True)
+        _check_relative("a part's ", self.lr, self.relative_lr)
+
+    def absolute(self, weight_size: float) -> "PartOptions":
+        """With a rate in the place of a multiple."""
+        if self.relative_lr is None:
+            return self
+        return replace(self, lr=self.relative_lr * weight_size, relative_lr=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +114,8 @@ class OptimizerOptions:
     """Rates where none are given: paper, or short for runs of hundreds of steps."""
     lr: float | None = None
     """Largest rate of the schedule; default: the recipe's."""
+    relative_lr: float | None = None
+    """In place of lr: a multiple of the size of the base's weights, their root mean square."""
     memory_lr: float | None = None
     """Constant rate of keys and values; default: the recipe's (paper: lr)."""
     weight_decay: float | None = None
@@ -135,6 +146,7 @@ class OptimizerOptions:
                 f"optimizer.constant_value_proj={self.constant_value_proj!r} must be true or false"
             )
         _number("optimizer.adam_beta2", self.adam_beta2, 0.0, 1.0, optional=True)
+        _check_relative("optimizer.", self.lr, self.relative_lr)
         for part in self.parts:
             _one_of("part of optimizer.parts", part, PARTS)
         if self.constant_value_proj and "value_proj" in self.parts:
@@ -147,8 +159,27 @@ class OptimizerOptions:
         """With the recipe's values where none are given."""
         values = {"memory_lr": None, **_RECIPES[self.recipe][stage]}
         chosen = {k: v for k, v in values.items() if getattr(self, k) is None}
+        if self.relative_lr is not None:
+            del chosen["lr"]
         options = replace(self, **chosen)
         return replace(options, memory_lr=options.lr) if options.memory_lr is None else options
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether any rate is a multiple of the size of the base's weights."""
+        own = [self.relative_lr, *(part.relative_lr for part in self.parts.values())]
+        return any(rate is not None for rate in own)
+
+    def absolute(self, weight_size: float) -> "OptimizerOptions":
+        """With rates in the place of multiples of the size of the base's weights."""
+        lr = self.lr if self.relative_lr is None else self.relative_lr * weight_size
+        return replace(
+            self,
+            lr=lr,
+            relative_lr=None,
+            memory_lr=lr if self.memory_lr is None else self.memory_lr,
+            parts={name: own.absolute(weight_size) for name, own in self.parts.items()},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +318,14 @@ def _refuse_owned(trainer: Any) -> None:
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
         raise MidusError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}")
+
+
+def _check_relative(owner: str, lr: float | None, relative_lr: Any) -> None:
+    _number(f"{owner}relative_lr", relative_lr, 0.0, 10, optional=True)
+    if lr is not None and relative_lr is not None:
+        raise MidusError(
+            f"{owner}lr={lr} and relative_lr={relative_lr} exclude each other; leave one out"
+        )
 
 
 def _number(name: str, value: Any, smallest: float, largest: float, optional: bool = False) -> None:

@@ -27,7 +27,7 @@ from midus.training.distributed import first_rank_first, from_first_rank, is_fir
 from midus.training.freezing import count_trainable
 from midus.training.key_start import first_batches, start_keys_from_queries
 from midus.training.loss import use_chunked_loss
-from midus.training.options import TrainOptions
+from midus.training.options import OptimizerOptions, TrainOptions
 from midus.training.plots import plot_losses
 from midus.training.starting import Start, start_model
 from midus.training.trainer import CptTrainer, sft_trainer_class
@@ -37,6 +37,7 @@ from midus.training.watching import (
     ProgressCallback,
     read_metrics,
 )
+from midus.training.weight_size import weight_size
 from midus.upscaling.method import Track
 
 RESULT_NAME = "result.json"
@@ -130,6 +131,7 @@ def make_trainer(
     if options.fused_blocks:
         fuse_blocks(causal_lm(start.model))
     use_chunked_loss(causal_lm(start.model), options.loss_chunk)
+    options = replace(options, optimizer=_rates(options.optimizer, start, say))
     trainer = _make_trainer(options, arguments, start, train_data, held_out, tokenizer)
     trainer.cuda_graphs = options.cuda_graphs
     _refuse_too_few(len(trainer.train_dataset), options.batch_size)
@@ -146,6 +148,16 @@ def make_trainer(
         f"{'sequences' if options.stage == 'cpt' else 'examples'}"
     )
     return trainer, start
+
+
+def _rates(optimizer: OptimizerOptions, start: Start, say: Callable[[str], None]) -> Any:
+    """The optimizer's options, those that are multiples of the size of the base's weights told."""
+    if not optimizer.is_relative:
+        return optimizer
+    size = from_first_rank(None if start.is_empty else weight_size(start.model))
+    optimizer = optimizer.absolute(size)
+    say(f"the base's weights have size {size:.4f}, which makes lr {optimizer.lr:.2e}")
+    return optimizer
 
 
 def _start_keys(trainer: Any, options: TrainOptions, sharded: bool) -> None:

@@ -39,6 +39,8 @@ class Start:
     """Type of the checkpoint it came from, in which the result is written."""
     saves_delta: bool
     """Whether checkpoints hold the inserted tensors only."""
+    is_empty: bool = False
+    """Whether its weights are still to come, from the first rank."""
 
 
 def planned_config(options: TrainOptions, base_config: Any = None) -> Any:
@@ -83,6 +85,7 @@ def start_model(
         trainable,
         stored,
         saves_delta=trainable == "inserted" and (is_empty or _has_its_base(model, options)),
+        is_empty=is_empty,
     )
 
 
