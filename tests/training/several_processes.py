@@ -33,6 +33,7 @@ def main(
 ) -> None:
     options = make_options(
         folder, name, precision="float64", sharding=sharding, batch_size=4, control=control,
+        optimizer={"recipe": "short", "relative_lr": 3e-3},  # which the first rank has to measure
         trainer={"per_device_train_batch_size": per_device, "max_steps": 6, "save_steps": 3},
     )  # fmt: skip
     seen = {}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from runs import make_options
-from tiny import grown, prompt_ids, tiny_base
+from tiny import grown, prompt_ids, save_base, tiny_base
 
 from midus import MemoryConfig, UpscaleConfig, upscale
 from midus.errors import MidusError
@@ -17,6 +17,7 @@ from midus.training.dry_run import describe_run
 from midus.training.optim import parameter_groups
 from midus.training.options import OptimizerOptions, TrainOptions
 from midus.training.run import make_trainer
+from midus.training.starting import start_model
 from midus.training.weight_size import weight_size
 
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -101,6 +102,16 @@ def test_adapters_do_not_count():
     base = tiny_base()
     size = weight_size(base)
     assert weight_size(apply_control(base, "lora", 5_000)) == size
+
+
+def test_a_base_in_4_bits_is_as_large(tmp_path):
+    # Widths that bitsandbytes' blocks of 64 divide.
+    save_base(tmp_path / "base", hidden_size=128, intermediate_size=256, head_dim=32)
+    plain, packed = (
+        start_model(make_options(tmp_path, load_in_4bit=bits)).model for bits in (False, True)
+    )
+    assert packed.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
+    assert weight_size(packed) == pytest.approx(weight_size(plain), rel=0.02)
 
 
 def test_a_model_without_linear_layers_is_refused():
