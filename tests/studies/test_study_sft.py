@@ -365,7 +365,10 @@ def test_other_options_and_other_rows_are_refused_under_one_name(tuned, config, 
         (["trainer.max_stepz=1"], r"words.yaml: trainer.max_stepz is no .* did you mean max_steps"),
         (["batch_size=3"], "batch_size=3 is not a multiple of per_device_train_batch_size=2"),
         (["optimizer.parts.keys.lr=1"], "optimizer.parts would tune models with memories alone"),
-        (["optimizer.relative_lr=0.03"], "optimizer.relative_lr would be another rate for every"),
+        (
+            ["optimizer.lr=null", "optimizer.relative_lr=0.03"],
+            "optimizer.relative_lr would be another rate for every model",
+        ),
         (["trainer.ignore_data_skip=true"], "ignore_data_skip would give a run .* other rows"),
     ],
 )
