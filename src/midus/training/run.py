@@ -150,8 +150,10 @@ def make_trainer(
     return trainer, start
 
 
-def _rates(optimizer: OptimizerOptions, start: Start, say: Callable[[str], None]) -> Any:
-    """The optimizer's options, those that are multiples of the size of the base's weights told."""
+def _rates(
+    optimizer: OptimizerOptions, start: Start, say: Callable[[str], None]
+) -> OptimizerOptions:
+    """With rates in the place of multiples of the size of the base's weights, and says them."""
     if not optimizer.is_relative:
         return optimizer
     size = from_first_rank(None if start.is_empty else weight_size(start.model))
