@@ -20,6 +20,7 @@ from midus.studies.scoring import mean_loss, score, score_text
 from midus.training.loss import use_chunked_loss
 from midus.training.run import make_trainer
 from midus.training.watching import read_metrics
+from midus.training.weight_size import weight_size
 
 PARTS = {"values": {"lr": 3e-2, "schedule": "linear", "max_grad_norm": 0.02}, "keys": {"lr": 1e-3}}
 
@@ -58,6 +59,21 @@ def test_the_loop_gives_the_losses_and_weights_of_midus_train(tmp_path, material
     assert trained
     for name, parameter in loop.model.named_parameters():
         torch.testing.assert_close(parameter, theirs[name], rtol=1e-5, atol=1e-6)
+
+
+def test_rates_are_said_as_they_came_out_and_not_as_multiples(material):
+    parts = {"values": {"relative_lr": 0.2, "schedule": "cosine"}, "keys": {"lr": 3e-3}}
+    method = {**HML, "optimizer": {"lr": None, "relative_lr": 0.05, "parts": parts}}
+    study = make_study(material, methods={"one": {"set": method}}, search={})
+    (trial,) = search_trials(study)
+    shared = Material(material["base"], material["tokens"], {})
+    data = shared.sequences("train", 16, trial.options.data.max_tokens)
+    loop = Loop(shared.start(trial.options), trial.options, data)
+    size = weight_size(shared.base)
+    loop.step()  # rates of the warm-up are lower
+    assert loop.rates["decay"] == pytest.approx(0.05 * size)
+    assert loop.rates["values"] == pytest.approx(0.2 * size)
+    assert loop.rates["keys"] == 3e-3
 
 
 def test_every_pass_is_a_permutation_of_its_own():

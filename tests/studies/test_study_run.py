@@ -30,6 +30,7 @@ def test_a_row_says_what_was_done_and_what_came_of_it(finished):
         assert row["curve"][-1]["validation_loss"] == pytest.approx(row["validation"]["loss"])
         assert row["validation"]["loss"] < base["validation"]["loss"]
         assert row["test"]["perplexity"] != row["validation"]["perplexity"]
+        assert row["rates"]["decay"] == row["options"]["optimizer"]["lr"]
     hml = rows[-1]
     assert set(hml["curve"][0]["grad_norms"]) >= {"keys", "values", "value_proj", "attention"}
     assert len(hml["measures"]["slots"]) == len(hml["measures"]["value_ranks"]) == 2

@@ -86,6 +86,8 @@ class Loop:
             constant_value_proj=optimizer.constant_value_proj,
             parts=optimizer.parts,
         )
+        self.rates: dict[str, float] = {group["name"]: group["lr"] for group in groups}
+        """Of each group of parameters where its schedule is highest, relative ones worked out."""
         self.optimizer = cls(groups, **{k: v for k, v in kwargs.items() if k != "lr"})
         self.schedule = constant_memory_schedule(
             self.optimizer,

@@ -169,6 +169,7 @@ class TrialRun:
             "tokens": loop.num_steps * a_step,
             "trainable": count_trainable(model),
             "parameters": _count(model),
+            "rates": loop.rates,
         }
         while loop.done < loop.num_steps:
             if deadline.is_past():
