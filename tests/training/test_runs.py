@@ -291,6 +291,30 @@ def test_a_held_out_loss_that_is_none_is_one_sentence(tmp_path):
         train(make_options(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("changed", "is_warned"),
+    [
+        ({"upscale": {"positions": [0, 3], "memory": {"num_subkeys": 8}}}, True),
+        ({"upscale": {"positions": [1, 3], "memory": {"num_subkeys": 8}}}, False),
+        (
+            {
+                "upscale": {"positions": [0, 3], "memory": {"num_subkeys": 8}},
+                "optimizer": {"recipe": "paper"},
+            },
+            False,
+        ),
+    ],
+    ids=["before", "after", "slow"],
+)
+def test_a_memory_block_before_the_first_one_is_warned_of_at_high_rates(
+    tmp_path, changed, is_warned
+):
+    said = []
+    runs_module.make_trainer(make_options(tmp_path, **changed), say=said.append)
+    warnings = [line for line in said if "before the base's first block" in line]
+    assert len(warnings) == is_warned
+
+
 def test_running_statistics_and_recomputation_exclude_each_other(tmp_path):
     memory = {"num_subkeys": 8, "query_norm": "batch"}
     with pytest.raises(MidusError, match="count its statistics twice"):

@@ -18,6 +18,7 @@ from midus.errors import MidusError
 from midus.models.atomic import atomic_folder
 from midus.models.fused_base import fuse_blocks
 from midus.models.loading import load_tokenizer
+from midus.models.record import inserted_positions
 from midus.reports import conditions, machine_name
 from midus.training.arguments import make_arguments
 from midus.training.checkpoint import last_checkpoint, replace_text, write_weights
@@ -131,6 +132,7 @@ def make_trainer(
     if options.fused_blocks:
         fuse_blocks(causal_lm(start.model))
     use_chunked_loss(causal_lm(start.model), options.loss_chunk)
+    _warn_of_first_block(options, start, say)
     options = replace(options, optimizer=_rates(options.optimizer, start, say))
     trainer = _make_trainer(options, arguments, start, train_data, held_out, tokenizer)
     trainer.cuda_graphs = options.cuda_graphs
@@ -148,6 +150,17 @@ def make_trainer(
         f"{'sequences' if options.stage == 'cpt' else 'examples'}"
     )
     return trainer, start
+
+
+def _warn_of_first_block(options: TrainOptions, start: Start, say: Callable[[str], None]) -> None:
+    is_fast = options.stage == "cpt" and options.optimizer.recipe == "short"
+    # No copied block stands there: each has one of the base to its left.
+    if is_fast and 0 in inserted_positions(causal_lm(start.model).config):
+        say(
+            "warning: a memory block stands before the base's first block, where the stream is "
+            "smallest, and at the rates of short runs models learned less and forgot more with one "
+            "there; give upscale.positions without 0, or at most half as many blocks as the base has"
+        )
 
 
 def _rates(
