@@ -8,47 +8,17 @@ much that is to the blocks after it depends on the stream it is added to.
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor
 
 from midus.data.tokens import TokenDataset, TokenFolder
 from midus.models.loading import load_model
 from midus.reports import machine_name, write_result
+from midus.training.stream_size import stream_sizes
 from midus.training.weight_size import weight_size
-
-FIRST = 5  # tokens of a sequence that have next to no context, and often a stream of their own
-
-
-@torch.no_grad()
-def stream_sizes(model: Any, tokens: Tensor) -> list[float]:
-    """Median over tokens of the root mean square of the stream before each block.
-
-    Args:
-        model: A base.
-        tokens: Token ids ``[S, T]``.
-    """
-    found: list[list[Tensor]] = [[] for _ in model.model.layers]
-
-    def keep(index: int, stream: Tensor) -> None:
-        found[index].append(stream[:, FIRST:].float().square().mean(-1).sqrt().flatten())
-
-    hooks = [
-        block.register_forward_pre_hook(
-            lambda _, args, kwargs, index=index: keep(index, (*args, *kwargs.values())[0]),
-            with_kwargs=True,
-        )
-        for index, block in enumerate(model.model.layers)
-    ]
-    for ids in track(tokens.split(1), "reading"):
-        model(ids, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return [torch.cat(sizes).median().item() for sizes in found]
 
 
 def main() -> None:
@@ -63,7 +33,7 @@ def main() -> None:
     dataset = TokenDataset(TokenFolder(options.tokens), "train", options.length)
     number = min(len(dataset), max(1, options.num_tokens // options.length))
     tokens = torch.stack([dataset[row]["input_ids"] for row in range(number)])
-    sizes = stream_sizes(model, tokens)
+    sizes = stream_sizes(model, model.model.layers, track(tokens.split(1), "reading"))
     table = Table("block", "stream")
     for index, size in enumerate(sizes):
         table.add_row(str(index), f"{size:.3f}")

@@ -1,5 +1,6 @@
 """`midus train` as a user types it."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -31,6 +32,12 @@ def test_dry_run_prints_options_groups_and_steps(midus, file, tmp_path):
     assert "4 steps, at most 256 tokens" in result.out
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "cache").exists()  # no data is read either
+
+
+def test_dry_run_says_what_a_rate_goes_with(midus, file):
+    parts = "optimizer.parts={values: {relative_lr: 0.16, by_stream: true}}"
+    out = midus("train", file, "--dry-run", "--set", parts).out
+    assert re.search(r"values .*0\.16 x weights, by stream", out)
 
 
 def test_whole_numbers_may_be_written_as_floats(midus, file):

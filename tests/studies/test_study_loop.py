@@ -23,6 +23,7 @@ from midus.training.watching import read_metrics
 from midus.training.weight_size import weight_size
 
 PARTS = {"values": {"lr": 3e-2, "schedule": "linear", "max_grad_norm": 0.02}, "keys": {"lr": 1e-3}}
+BY_STREAM = {"values": {"lr": 1e-2, "by_stream": True}}
 
 
 @pytest.mark.parametrize(
@@ -30,10 +31,11 @@ PARTS = {"values": {"lr": 3e-2, "schedule": "linear", "max_grad_norm": 0.02}, "k
     [
         {},
         {**HML, "key_start": "queries", "optimizer": {"parts": PARTS, "decay_ratio": 0.5}},
+        {**HML, "optimizer": {"parts": BY_STREAM}},
         {"upscale.method": "llama_pro", "optimizer.weight_decay": 0.1},
         {"control": "lora", "upscale": HML["upscale"]},
     ],
-    ids=["full", "hml", "llama_pro", "lora"],
+    ids=["full", "hml", "by_stream", "llama_pro", "lora"],
 )
 def test_the_loop_gives_the_losses_and_weights_of_midus_train(tmp_path, material, method):
     study = make_study(material, methods={"one": {"set": method}}, search={})

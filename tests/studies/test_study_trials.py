@@ -13,7 +13,7 @@ from midus.models.shapes import shape_config
 from midus.studies.checking import check_trials
 from midus.studies.grid import final_trials, search_trials
 from midus.studies.options import StudyOptions, read_study
-from midus.studies.trials import trial_key
+from midus.studies.trials import hash_facts, trial_key
 
 GRIDS = sorted((Path(__file__).parents[2] / "studies").glob("*.yaml"))
 PLACES = {"base": "somewhere", "tokens": "elsewhere"}
@@ -32,6 +32,24 @@ def test_every_method_tries_every_combination_with_every_seed():
         for lr in ("0.001", "0.01")
         for seed in (3, 4)
     ]
+
+
+def test_options_that_came_later_leave_the_keys_of_those_without_them():
+    method = {**HML, "optimizer.parts": {"values": {"lr": 1e-2}}}
+    study = make_study(PLACES, methods={"one": {"set": method}}, search={})
+    (trial,) = search_trials(study)
+    facts = trial.options.to_dict()
+    for name in ("model", "output", "data", "cuda_graphs"):
+        del facts[name]
+    assert facts["optimizer"].pop("relative_lr") is None
+    values = facts["optimizer"]["parts"]["values"]
+    assert (values.pop("relative_lr"), values.pop("by_stream")) == (None, False)
+    data = trial.options.data
+    facts |= {"seq_len": data.seq_len, "max_tokens": data.max_tokens}
+    assert trial.key("id") == hash_facts({"options": facts, "identity": "id"})
+    method["optimizer.parts"] = {"values": {"lr": 1e-2, "by_stream": True}}
+    study = make_study(PLACES, methods={"one": {"set": method}}, search={})
+    assert search_trials(study)[0].key("id") != trial.key("id")
 
 
 def test_a_trial_has_the_options_of_run_method_search_and_seed():

@@ -5,7 +5,7 @@ data are on the device already, and nothing waits for the device within a step.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,14 @@ from midus.training.controls import causal_lm
 from midus.training.graphed import GraphedStep, why_failed, why_not_graphed
 from midus.training.key_start import NUM_TOKENS, start_keys_from_queries
 from midus.training.loss import use_chunked_loss
-from midus.training.optim import constant_memory_schedule, make_clipping, parameter_groups
+from midus.training.optim import (
+    constant_memory_schedule,
+    group_name,
+    make_clipping,
+    parameter_groups,
+)
 from midus.training.options import TrainOptions
+from midus.training.stream_size import streams_of_memory
 from midus.training.weight_size import weight_size
 
 Step = Callable[[Tensor], Tensor]
@@ -85,8 +91,9 @@ class Loop:
             weight_decay=optimizer.weight_decay or 0.0,
             constant_value_proj=optimizer.constant_value_proj,
             parts=optimizer.parts,
+            streams=self._streams() if optimizer.is_by_stream else None,
         )
-        self.rates: dict[str, float] = {group["name"]: group["lr"] for group in groups}
+        self.rates: dict[str, float] = {group_name(group): group["lr"] for group in groups}
         """Of each group of parameters where its schedule is highest, relative ones worked out."""
         self.optimizer = cls(groups, **{k: v for k, v in kwargs.items() if k != "lr"})
         self.schedule = constant_memory_schedule(
@@ -138,10 +145,17 @@ class Loop:
         return mean
 
     def _start_keys(self) -> None:
-        num = -(-NUM_TOKENS // self.sequences.shape[1])
-        batches = self.sequences[:num].long().split(self._micro)
         with computing(self.options, self.sequences.device):
-            start_keys_from_queries(self.model, batches, self.options.seed)
+            start_keys_from_queries(self.model, self._first_batches(), self.options.seed)
+
+    def _streams(self) -> list[float]:
+        with computing(self.options, self.sequences.device):
+            return streams_of_memory(self.model, self._first_batches())
+
+    def _first_batches(self) -> Sequence[Tensor]:
+        num = -(-NUM_TOKENS // self.sequences.shape[1])
+        batches: Sequence[Tensor] = self.sequences[:num].long().split(self._micro)
+        return batches
 
 
 def make_loss(model: Any, options: TrainOptions, num_predicted: int) -> LossOf:

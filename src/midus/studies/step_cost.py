@@ -3,7 +3,7 @@
 from typing import Any
 
 from midus.studies.trials import hash_facts
-from midus.training.options import TrainOptions
+from midus.training.options import PartOptions, TrainOptions
 from midus.upscaling.methods import METHODS
 
 # What no step takes longer for. Names of places, chance, and what weights start from:
@@ -40,12 +40,16 @@ def step_cost(options: TrainOptions, base_config: Any) -> str:
         else:
             facts["upscale"] = _without(facts["upscale"], ("seed",))
     facts["trainer"] = _without(facts["trainer"], _FREE_ARGUMENTS)
-    # A part is a group of the optimizer, and one with a norm of its own is clipped apart.
+    # A part is a group of the optimizer, or one a block, and with a norm of its own clipped apart.
     parts = options.optimizer.parts.items()
     facts["optimizer"] = _without(facts["optimizer"], _FREE_OPTIMIZER) | {
-        "parts": {name: own.max_grad_norm is not None for name, own in parts}
+        "parts": {name: _part_cost(own) for name, own in parts}
     }
     return hash_facts(facts)
+
+
+def _part_cost(own: PartOptions) -> list[bool]:
+    return [own.max_grad_norm is not None, own.by_stream]
 
 
 def _without(facts: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

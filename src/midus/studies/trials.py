@@ -11,8 +11,8 @@ UNTOUCHED = "untouched"
 # Where things lie, and how steps are launched, change nothing; what lies there is in the key by its
 # contents.
 _PLACES = ("model", "output", "data", "cuda_graphs")
-# Options that came after trials had been run: where they are not given, keys are as before.
-_LATER = ("relative_lr",)
+# Options that came after trials had been run: while they are as here, keys are as before.
+_LATER = {"relative_lr": None, "by_stream": False}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _without_later(facts: Any) -> Any:
     if not isinstance(facts, dict):
         return facts
     kept = {name: _without_later(value) for name, value in facts.items()}
-    return {name: value for name, value in kept.items() if value is not None or name not in _LATER}
+    return {name: value for name, value in kept.items() if (name, value) not in _LATER.items()}
 
 
 def base_key(options: TrainOptions, identity: str) -> str:

@@ -9,7 +9,7 @@ from midus.training.arguments import make_arguments
 from midus.training.controls import apply_control
 from midus.training.freezing import choose_trainable, count_trainable
 from midus.training.optim import is_relative, parameter_groups, schedule_of
-from midus.training.options import TrainOptions
+from midus.training.options import PartOptions, TrainOptions
 from midus.training.starting import planned_config, target_count
 
 
@@ -51,6 +51,7 @@ def describe_run(options: TrainOptions, base_config: Any = None) -> dict[str, An
                 "parameters": sum(p.numel() for p in group["params"]),
                 "lr": group["lr"],
                 "is_relative": is_relative(group["name"], options.optimizer),
+                "is_by_stream": options.optimizer.parts.get(group["name"], PartOptions()).by_stream,
                 "rate": schedule_of(
                     group["name"],
                     options.optimizer.warmup_ratio,

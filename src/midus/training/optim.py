@@ -7,7 +7,8 @@ the memory blocks can have a rate, schedule, decay and clipping of its own (`Par
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ def parameter_groups(
     weight_decay: float = 0.0,
     constant_value_proj: bool = False,
     parts: Mapping[str, PartOptions] | None = None,
+    streams: Sequence[float] | None = None,
 ) -> list[dict[str, Any]]:
     """Groups of the trainable parameters, for any ``torch.optim`` optimizer.
 
@@ -71,10 +73,12 @@ def parameter_groups(
         weight_decay: Of matrices. Norms, biases, keys and values have none.
         constant_value_proj: Count HIVE's head projections W_h among the values.
         parts: Parts of the memory blocks that get a group of their own, by name.
+        streams: Size of the stream before each memory block, for parts whose rates go with it;
+            without it all blocks have the rate that is given.
 
     Returns:
         Up to three groups with a ``name``, ``decay``, ``no_decay`` and ``memory``, and one for
-        each of ``parts`` that the model has.
+        each of ``parts`` that the model has, or one for each memory block, which ``block`` counts.
     """
     parts = parts or {}
     part_names = find_parts(model)
@@ -106,9 +110,34 @@ def parameter_groups(
         decays = name != "no_decay" and not is_memory
         usual = {"lr": slow if is_memory else lr, "weight_decay": weight_decay if decays else 0.0}
         given = {key: getattr(own, key) for key in usual if getattr(own, key) is not None}
-        if parameters:
-            made.append({"name": name, "params": parameters, **usual, **given})
+        if not parameters:
+            continue
+        group = {"name": name, "params": parameters, **usual, **given}
+        made += _by_block(group, model, streams) if own.by_stream and streams else [group]
     return made
+
+
+def group_name(group: Mapping[str, Any]) -> str:
+    """A name that no other group of the optimizer has."""
+    return f"{group['name']}/{group['block']}" if "block" in group else str(group["name"])
+
+
+def _by_block(
+    group: dict[str, Any], model: nn.Module, streams: Sequence[float]
+) -> list[dict[str, Any]]:
+    """A group for each memory block, at rates that go with the stream it writes into."""
+    blocks = [module for module in model.modules() if isinstance(module, MemoryBlock)]
+    mean = statistics.geometric_mean(streams)
+    trained = {id(parameter) for parameter in group["params"]}
+    return [
+        {
+            **group,
+            "block": number,
+            "params": [p for p in block.parameters() if id(p) in trained],
+            "lr": group["lr"] * stream / mean,
+        }
+        for number, (block, stream) in enumerate(zip(blocks, streams, strict=True))
+    ]
 
 
 def is_relative(name: str, options: OptimizerOptions) -> bool:

@@ -85,6 +85,8 @@ class PartOptions:
     """Weight decay; default: the run's, for keys and values 0."""
     max_grad_norm: float | None = None
     """Clip the part's gradient at this norm, alone; default: with all others, as trainer has it."""
+    by_stream: bool = False
+    """Each block at a rate in proportion to the stream before it, their geometric mean as given."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -98,6 +100,8 @@ class PartOptions:
         ):
             _number(f"{name} of a part", getattr(self, name), 0.0, largest, optional=True)
         _check_relative("a part's ", self.lr, self.relative_lr)
+        if not isinstance(self.by_stream, bool):
+            raise MidusError(f"by_stream of a part={self.by_stream!r} must be true or false")
 
     def absolute(self, weight_size: float) -> "PartOptions":
         """With a rate in the place of a multiple."""
@@ -169,6 +173,11 @@ class OptimizerOptions:
         """Whether any rate is a multiple of the size of the base's weights."""
         own = [self.relative_lr, *(part.relative_lr for part in self.parts.values())]
         return any(rate is not None for rate in own)
+
+    @property
+    def is_by_stream(self) -> bool:
+        """Whether any part's rate goes with the stream before each block."""
+        return any(part.by_stream for part in self.parts.values())
 
     def absolute(self, weight_size: float) -> "OptimizerOptions":
         """With rates in the place of multiples of the size of the base's weights."""

@@ -31,6 +31,7 @@ from midus.training.loss import use_chunked_loss
 from midus.training.options import OptimizerOptions, TrainOptions
 from midus.training.plots import plot_losses
 from midus.training.starting import Start, start_model
+from midus.training.stream_size import streams_of_memory
 from midus.training.trainer import CptTrainer, sft_trainer_class
 from midus.training.watching import (
     GuardCallback,
@@ -139,6 +140,8 @@ def make_trainer(
     _refuse_too_few(len(trainer.train_dataset), options.batch_size)
     if options.key_start == "queries":
         _start_keys(trainer, options, sharded)
+    if options.optimizer.is_by_stream:
+        trainer.streams = _streams(trainer, options, sharded, say)
     if len(trainer.train_dataset) < len(train_data):
         dropped = len(train_data) - len(trainer.train_dataset)
         say(f"{dropped:,} examples whose prompts alone fill max_length were left out")
@@ -183,6 +186,25 @@ def _start_keys(trainer: Any, options: TrainOptions, sharded: bool) -> None:
     batches = first_batches(trainer.train_dataset, trainer.args.per_device_train_batch_size)
     with trainer.accelerator.autocast():
         start_keys_from_queries(trainer.model, batches, options.seed)
+
+
+def _streams(
+    trainer: Any, options: TrainOptions, sharded: bool, say: Callable[[str], None]
+) -> list[float]:
+    """Size of the stream before each memory block, and says it."""
+    if sharded or options.stage != "cpt":
+        raise MidusError(
+            "by_stream in optimizer.parts is for stage cpt without sharding; leave it out"
+        )
+    batches = first_batches(trainer.train_dataset, trainer.args.per_device_train_batch_size)
+    with trainer.accelerator.autocast():
+        found = streams_of_memory(trainer.model, batches)
+    sizes: list[float] = from_first_rank(found)
+    say(
+        f"the stream has size {sizes[0]:.3g} before the first memory block and {sizes[-1]:.3g} "
+        "before the last"
+    )
+    return sizes
 
 
 def _make_trainer(

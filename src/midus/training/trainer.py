@@ -66,6 +66,7 @@ class MidusTrainerMixin:
         self.extra_metrics = lambda logs, state: {}
         self.paused = nullcontext
         self.grad_norm: Any = None
+        self.streams: list[float] | None = None
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -86,6 +87,7 @@ class MidusTrainerMixin:
                 weight_decay=options.weight_decay,
                 constant_value_proj=options.constant_value_proj,
                 parts=options.parts,
+                streams=self.streams,
             )
             cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer = cls(groups, **{k: v for k, v in kwargs.items() if k != "lr"})

@@ -13,6 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from midus.training.checkpoint import refuse_non_finite, replace_text
+from midus.training.optim import group_name
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -40,7 +41,7 @@ class MetricsCallback(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Read before the step: afterwards the schedule has moved on.
         for group in self._trainer.optimizer.param_groups:
-            self._rates[f"lr/{group['name']}"] = group["lr"]
+            self._rates[f"lr/{group_name(group)}"] = group["lr"]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
