@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tiny import VOCAB, save_base
+from transformers import TrainerCallback
 
 from midus.training.options import TrainOptions
 
@@ -65,3 +66,16 @@ def make_options(folder: Path, output="run", stage="cpt", **overrides):
     }
     options = TrainOptions.from_dict(values)
     return replace(options, optimizer=options.optimizer.resolved(stage))
+
+
+class Crash(Exception):
+    pass
+
+
+class CrashAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise Crash

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from runs import make_options
+from runs import Crash, CrashAt, make_options
 from safetensors.torch import load_file, save_file
 from tiny import fill_tables, load, save_base
 from transformers import TrainerCallback
@@ -35,19 +35,6 @@ def same(a, b):
     assert a.keys() == b.keys()
     assert a
     return [name for name in a if not torch.equal(a[name], b[name])]
-
-
-class Crash(Exception):
-    pass
-
-
-class CrashAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Crash
 
 
 def add_callback(monkeypatch, callback):

@@ -5,9 +5,8 @@ import statistics
 
 import pytest
 import torch
-from runs import make_options
+from runs import Crash, CrashAt, make_options
 from tiny import grown, prompt_ids, tiny_base
-from transformers import TrainerCallback
 
 from midus import MemoryConfig, UpscaleConfig, upscale
 from midus.errors import MidusError
@@ -19,19 +18,6 @@ from midus.training.stream_size import FIRST, stream_sizes, streams_of_memory
 from midus.training.watching import read_metrics
 
 PARTS = {"values": {"lr": 0.02, "by_stream": True}, "keys": {"lr": 1e-3}}
-
-
-class Stopped(Exception):
-    pass
-
-
-class StopsAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Stopped
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -114,8 +100,8 @@ def test_a_run_measures_says_and_logs_them_and_resumes_to_the_same_bits(tmp_path
     assert math.sqrt(first["lr/values/1"] * first["lr/values/0"]) == pytest.approx(0.02)
 
     again = make_options(tmp_path, output="again", optimizer=optimizer)
-    with pytest.raises(Stopped):
-        train(again, callbacks=[StopsAt(6)])
+    with pytest.raises(Crash):
+        train(again, callbacks=[CrashAt(6)])
     resumed = train(again, resume=True)
     assert resumed.losses == result.losses
     assert resumed.losses["after_loss"] < resumed.losses["before_loss"]

@@ -15,6 +15,7 @@ from torch import Tensor
 from midus.errors import MidusError
 from midus.memory.keys import ProductKeys
 from midus.models.slots import memory_layers
+from midus.training.listening import read_tokens
 
 NUM_TOKENS = 16_384
 _ITERATIONS = 10
@@ -68,15 +69,7 @@ def _read_queries(
         return hook
 
     hooks = [layer.register_forward_pre_hook(listen(i)) for i, layer in layers.items()]
-    was_training = model.training
-    model.eval()
-    try:
-        for batch in batches:
-            model.model(input_ids=batch.to(model.device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.train(was_training)
+    read_tokens(model, hooks, batches)
     return {index: torch.cat(parts, dim=1) for index, parts in seen.items()}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from midus.errors import MidusError
 from midus.models.block import MemoryBlock
-from midus.training.controls import causal_lm
+from midus.training.listening import read_tokens
 
 FIRST = 5
 """Tokens of a sequence that have next to no context, and often a stream of their own."""
@@ -34,7 +34,6 @@ def streams_of_memory(model: Any, batches: Iterable[Tensor]) -> list[float]:
     return stream_sizes(model, blocks, batches)
 
 
-@torch.no_grad()
 def stream_sizes(model: Any, blocks: Sequence[nn.Module], batches: Iterable[Tensor]) -> list[float]:
     """Median over tokens of the root mean square of the stream before each of its blocks.
 
@@ -57,14 +56,5 @@ def stream_sizes(model: Any, blocks: Sequence[nn.Module], batches: Iterable[Tens
         )
         for index, block in enumerate(blocks)
     ]
-    inner = causal_lm(model)
-    was_training = inner.training
-    inner.eval()
-    try:
-        for batch in batches:
-            inner.model(input_ids=batch.to(inner.device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        inner.train(was_training)
+    read_tokens(model, hooks, batches)
     return [torch.cat(sizes).median().item() for sizes in found]
