@@ -6,6 +6,7 @@ import statistics
 import pytest
 import torch
 from runs import Crash, CrashAt, make_options
+from safetensors.torch import load_file
 from tiny import grown, prompt_ids, tiny_base
 
 from midus import MemoryConfig, UpscaleConfig, upscale
@@ -104,6 +105,11 @@ def test_a_run_measures_says_and_logs_them_and_resumes_to_the_same_bits(tmp_path
         train(again, callbacks=[CrashAt(6)])
     resumed = train(again, resume=True)
     assert resumed.losses == result.losses
+    stored, expected = (
+        load_file(next(run.model.glob("*.safetensors"))) for run in (resumed, result)
+    )
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], expected[name]) for name in expected)
     assert resumed.losses["after_loss"] < resumed.losses["before_loss"]
 
 
