@@ -11,7 +11,7 @@ from midus.errors import MidusError
 
 _FALLING = {"schedule": "cosine", "warmup_ratio": 0.02}
 _RECIPES: dict[str, dict[str, Any]] = {
-    # For runs of hundreds of steps; docs/results/quality.md has how it was chosen. The best rates of two
+    # For runs of hundreds of steps, chosen in docs/results/quality.md. The best rates of two
     # bases, 6e-3 and 1e-3, are this multiple of their weights' sizes, 0.19 and 0.026, each within a
     # quarter. Keys are compared with queries that a norm has scaled, whatever the base.
     "short": {
