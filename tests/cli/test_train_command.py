@@ -38,6 +38,8 @@ def test_dry_run_says_what_a_rate_goes_with(midus, file):
     parts = "optimizer.parts={values: {relative_lr: 0.16, by_stream: true}}"
     out = midus("train", file, "--dry-run", "--set", parts).out
     assert re.search(r"values .*0\.16 x weights, by stream", out)
+    out = midus("train", file, "--dry-run", "--set", "optimizer.matrices=muon").out
+    assert re.search(r"matrices .*0\.001, muon", out), out
 
 
 def test_whole_numbers_may_be_written_as_floats(midus, file):

@@ -42,14 +42,18 @@ def test_options_that_came_later_leave_the_keys_of_those_without_them():
     for name in ("model", "output", "data", "cuda_graphs"):
         del facts[name]
     assert facts["optimizer"].pop("relative_lr") is None
+    assert facts["optimizer"].pop("matrices") == "adamw"
     values = facts["optimizer"]["parts"]["values"]
     assert (values.pop("relative_lr"), values.pop("by_stream")) == (None, False)
     data = trial.options.data
     facts |= {"seq_len": data.seq_len, "max_tokens": data.max_tokens}
     assert trial.key("id") == hash_facts({"options": facts, "identity": "id"})
-    method["optimizer.parts"] = {"values": {"lr": 1e-2, "by_stream": True}}
-    study = make_study(PLACES, methods={"one": {"set": method}}, search={})
-    assert search_trials(study)[0].key("id") != trial.key("id")
+    for later in (
+        {"optimizer.parts": {"values": {"lr": 1e-2, "by_stream": True}}},
+        {"optimizer.matrices": "muon"},
+    ):
+        study = make_study(PLACES, methods={"one": {"set": method | later}}, search={})
+        assert search_trials(study)[0].key("id") != trial.key("id")
 
 
 def test_a_trial_has_the_options_of_run_method_search_and_seed():

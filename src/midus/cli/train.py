@@ -74,7 +74,8 @@ def _print_plan(options: Any) -> None:
     console.out.print()
     rows = [
         [g["name"], f"{g['tensors']:,}", f"{g['parameters']:,}",
-         f"{g['lr']:g}" + " x weights" * g["is_relative"] + ", by stream" * g["is_by_stream"],
+         f"{g['lr']:g}" + " x weights" * g["is_relative"] + ", by stream" * g["is_by_stream"]
+         + ", muon" * g["is_muon"],
          g["rate"], f"{g['weight_decay']:g}"]
         for g in plan["groups"]
     ]  # fmt: skip

@@ -24,7 +24,7 @@ from midus.training.optim import (
     constant_memory_schedule,
     group_name,
     make_clipping,
-    parameter_groups,
+    make_optimizer,
 )
 from midus.training.options import TrainOptions
 from midus.training.stream_size import streams_of_memory
@@ -83,19 +83,13 @@ class Loop:
         optimizer = options.optimizer
         if optimizer.is_relative:
             optimizer = optimizer.absolute(weight_size(model))
-        cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
-        groups = parameter_groups(
-            model,
-            lr=optimizer.lr or 0.0,
-            memory_lr=optimizer.memory_lr,
-            weight_decay=optimizer.weight_decay or 0.0,
-            constant_value_proj=optimizer.constant_value_proj,
-            parts=optimizer.parts,
-            streams=self._streams() if optimizer.is_by_stream else None,
-        )
-        self.rates: dict[str, float] = {group_name(group): group["lr"] for group in groups}
+        kind = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+        streams = self._streams() if optimizer.is_by_stream else None
+        self.optimizer = make_optimizer(model, optimizer, kind, streams)
+        self.rates: dict[str, float] = {
+            group_name(group): group["lr"] for group in self.optimizer.param_groups
+        }
         """Of each group of parameters where its schedule is highest, relative ones worked out."""
-        self.optimizer = cls(groups, **{k: v for k, v in kwargs.items() if k != "lr"})
         self.schedule = constant_memory_schedule(
             self.optimizer,
             self.num_steps,

@@ -8,7 +8,7 @@ from midus.models.sources import resolve_source
 from midus.training.arguments import make_arguments
 from midus.training.controls import apply_control
 from midus.training.freezing import choose_trainable, count_trainable
-from midus.training.optim import is_relative, parameter_groups, schedule_of
+from midus.training.optim import groups_of, is_relative, schedule_of
 from midus.training.options import PartOptions, TrainOptions
 from midus.training.starting import planned_config, target_count
 
@@ -27,15 +27,7 @@ def describe_run(options: TrainOptions, base_config: Any = None) -> dict[str, An
     else:
         model = make_meta_model(config)
         choose_trainable(model, options.stage, options.trainable)
-    optimizer = options.optimizer.absolute(1.0)
-    groups = parameter_groups(
-        model,
-        optimizer.lr or 0.0,
-        optimizer.memory_lr,
-        optimizer.weight_decay or 0.0,
-        optimizer.constant_value_proj,
-        optimizer.parts,
-    )
+    groups = groups_of(model, options.optimizer.absolute(1.0))
     arguments = make_arguments(
         options, has_held_out=bool(options.data.held_out or options.data.eval_sources)
     )
@@ -50,6 +42,7 @@ def describe_run(options: TrainOptions, base_config: Any = None) -> dict[str, An
                 "tensors": len(group["params"]),
                 "parameters": sum(p.numel() for p in group["params"]),
                 "lr": group["lr"],
+                "is_muon": group.get("muon", False),
                 "is_relative": is_relative(group["name"], options.optimizer),
                 "is_by_stream": options.optimizer.parts.get(group["name"], PartOptions()).by_stream,
                 "rate": schedule_of(

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from midus.memory.base import MemoryLayer
 from midus.memory.hive import HiveValues
 from midus.models.block import MemoryBlock
+from midus.training.muon import MuonBeside, split_for_muon
 from midus.training.options import OptimizerOptions, PartOptions
 
 MEMORY_GROUP = "memory"
@@ -115,6 +116,44 @@ def parameter_groups(
         group = {"name": name, "params": parameters, **usual, **given}
         made += _by_block(group, model, streams) if own.by_stream and streams else [group]
     return made
+
+
+def make_optimizer(
+    model: nn.Module,
+    options: OptimizerOptions,
+    kind: tuple[Callable[..., Optimizer], Mapping[str, Any]],
+    streams: Sequence[float] | None = None,
+) -> Optimizer:
+    """The optimizer of a run on its groups.
+
+    Args:
+        model: The model that trains.
+        options: Resolved, with no rate that is relative.
+        kind: Class and arguments of an optimizer, as the trainer gives them by ``trainer.optim``.
+        streams: Size of the stream before each memory block, where a part's rate goes with it.
+    """
+    groups = groups_of(model, options, streams)
+    make, arguments = kind
+    arguments = {name: value for name, value in arguments.items() if name != "lr"}
+    if options.matrices == "muon":
+        return MuonBeside(groups, lambda own: make(own, **arguments))
+    return make(groups, **arguments)
+
+
+def groups_of(
+    model: nn.Module, options: OptimizerOptions, streams: Sequence[float] | None = None
+) -> list[dict[str, Any]]:
+    """See `parameter_groups`; by the options of a run, with matrices apart for Muon."""
+    groups = parameter_groups(
+        model,
+        lr=options.lr or 0.0,
+        memory_lr=options.memory_lr,
+        weight_decay=options.weight_decay or 0.0,
+        constant_value_proj=options.constant_value_proj,
+        parts=options.parts,
+        streams=streams,
+    )
+    return split_for_muon(groups, model) if options.matrices == "muon" else groups
 
 
 def group_name(group: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 TRAINABLE = ("auto", "inserted", "all")
 CONTROLS = ("none", "lora", "last_layers")
 SHARDINGS = ("none", "fsdp2")
+MATRICES = ("adamw", "muon")
 PARTS = ("attention", "keys", "values", "value_proj", "output_proj", "bypass")
 KEY_STARTS = ("random", "queries")
 
@@ -136,11 +137,14 @@ class OptimizerOptions:
     """Parts of memory blocks apart: attention, keys, values, value_proj, output_proj, bypass."""
     adam_beta2: float | None = None
     """Decay of AdamW's second moment; default: the recipe's."""
+    matrices: str = "adamw"
+    """What steps the matrices of linear layers: adamw (as trainer.optim has it), or muon."""
 
     def __post_init__(self) -> None:
         """Check the values."""
         _one_of("optimizer.recipe", self.recipe, RECIPES)
         _one_of("optimizer.schedule", self.schedule, SCHEDULES)
+        _one_of("optimizer.matrices", self.matrices, MATRICES)
         for name, largest in (("lr", 10), ("memory_lr", 10), ("weight_decay", 10)):
             _number(f"optimizer.{name}", getattr(self, name), 0.0, largest, optional=True)
         for name in ("warmup_ratio", "decay_ratio"):

@@ -127,6 +127,11 @@ def make_trainer(
         train_data, held_out = _data(options, tokenizer, track, say)
     arguments = make_arguments(options, held_out is not None, world_size)
     sharded = options.sharding == "fsdp2" and world_size > 1
+    if sharded and options.optimizer.matrices == "muon":
+        raise MidusError(
+            "optimizer.matrices='muon' needs whole matrices, and sharding=fsdp2 splits them; leave "
+            "one of them out"
+        )
     start = start_model(options, is_empty=sharded and not is_first_rank(), track=track)
     start = replace(start, saves_delta=from_first_rank(start.saves_delta))
     _refuse_running_statistics(start.model, arguments)

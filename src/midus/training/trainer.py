@@ -30,7 +30,7 @@ from midus.training.checkpoint import (
 from midus.training.distributed import keep_sharding_on_cpu
 from midus.training.graphed_trainer import GraphedStepsMixin
 from midus.training.loss import IGNORED
-from midus.training.optim import constant_memory_schedule, make_clipping, parameter_groups
+from midus.training.optim import constant_memory_schedule, make_clipping, make_optimizer
 from midus.training.optimizer_state import (
     is_sharded,
     load_optimizer,
@@ -80,17 +80,9 @@ class MidusTrainerMixin:
         """AdamW (or what ``trainer.optim`` names) on the paper's groups."""
         if self.optimizer is None:
             options = self.optimizer_options
-            groups = parameter_groups(
-                self.model if model is None else model,
-                lr=options.lr,
-                memory_lr=options.memory_lr,
-                weight_decay=options.weight_decay,
-                constant_value_proj=options.constant_value_proj,
-                parts=options.parts,
-                streams=self.streams,
-            )
-            cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            self.optimizer = cls(groups, **{k: v for k, v in kwargs.items() if k != "lr"})
+            trained = self.model if model is None else model
+            kind = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer = make_optimizer(trained, options, kind, self.streams)
         return self.optimizer
 
     def create_scheduler(self: Any, num_training_steps: int, optimizer: Any = None) -> Any:

@@ -1,0 +1,99 @@
+"""Muon for the matrices of blocks, beside another optimizer for the rest (beyond the paper).
+
+AdamW's step is as large in every entry of a matrix; Muon's, the orthogonal matrix nearest to the
+momentum, in every direction. `torch.optim.Muon` takes matrices alone, so two optimizers share
+groups and state here, and are one to schedules, checkpoints and the trainer.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from midus.errors import MidusError
+
+Group = dict[str, Any]
+
+# Groups whose rows are slots, each read by itself.
+_TABLES = ("memory", "keys", "values")
+
+
+class MuonBeside(Optimizer):
+    """Steps groups that are marked ``muon`` by Muon, and the others by another optimizer.
+
+    A step of Muon is scaled to the size of AdamW's ("Muon is scalable for LLM training", 2025), so
+    rates mean the same for both.
+
+    Args:
+        groups: Groups of parameters, as `split_for_muon` makes them.
+        make_other: Makes the other optimizer of its groups.
+    """
+
+    def __init__(
+        self, groups: Iterable[Group], make_other: Callable[[list[Group]], Optimizer]
+    ) -> None:
+        super().__init__(list(groups), {})
+        self._steppers: list[tuple[bool, Optimizer]] = []
+        if by_muon := self._groups(True):
+            muon = _muon_class()(by_muon, adjust_lr_fn="match_rms_adamw")
+            self._steppers.append((True, muon))
+        if others := self._groups(False):
+            self._steppers.append((False, make_other(others)))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for is_muon, stepper in self._steppers:
+            # What loads a state (accelerate does) puts new objects into the places of old ones.
+            stepper.param_groups, stepper.state = self._groups(is_muon), self.state
+            stepper.step()
+        return loss
+
+    def _groups(self, is_muon: bool) -> list[Group]:
+        return [group for group in self.param_groups if group.get("muon", False) == is_muon]
+
+
+def split_for_muon(groups: Iterable[Group], model: nn.Module) -> list[Group]:
+    """The same groups, with the matrices of blocks in groups apart that are marked ``muon``.
+
+    Keys, values, head projections, norms, biases and both embeddings stay where they are.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if _is_embedding(module, model)}
+    made: list[Group] = []
+    for group in groups:
+        is_table = group["name"] in _TABLES
+        by_muon = [
+            parameter
+            for parameter in group["params"]
+            if parameter.ndim == 2 and not is_table and id(parameter) not in embeddings
+        ]
+        taken = set(map(id, by_muon))
+        others = [parameter for parameter in group["params"] if id(parameter) not in taken]
+        if by_muon:
+            # Parts keep their names, which their schedules go by.
+            name = "matrices" if group["name"] == "decay" else group["name"]
+            made.append({**group, "name": name, "params": by_muon, "muon": True})
+        if others:
+            made.append({**group, "params": others})
+    return made
+
+
+def _is_embedding(module: nn.Module, model: nn.Module) -> bool:
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return isinstance(module, nn.Embedding) or module is head
+
+
+def _muon_class() -> Any:
+    found = getattr(torch.optim, "Muon", None)
+    if found is None:
+        raise MidusError(
+            f"optimizer.matrices='muon' needs torch 2.9 or newer, and this is {torch.__version__}; "
+            "install a newer one, or leave it out"
+        )
+    return found
