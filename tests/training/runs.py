@@ -5,10 +5,14 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file
 from tiny import VOCAB, save_base
 from transformers import TrainerCallback
 
 from midus.training.options import TrainOptions
+from midus.training.run import TrainResult, train
 
 
 def make_texts(path, count=120, seed=0):
@@ -79,3 +83,16 @@ class CrashAt(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
             raise Crash
+
+
+def assert_resumes_alike(again: TrainOptions, result: TrainResult) -> None:
+    """Crashes in a run, resumes it, and compares it with one nobody touched, to the bit."""
+    with pytest.raises(Crash):
+        train(again, callbacks=[CrashAt(6)])
+    resumed = train(again, resume=True)
+    assert resumed.losses == result.losses
+    stored, expected = (
+        load_file(next(run.model.glob("*.safetensors"))) for run in (resumed, result)
+    )
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], expected[name]) for name in expected)

@@ -5,7 +5,7 @@ momentum, in every direction. `torch.optim.Muon` takes matrices alone, so two op
 groups and state here, and are one to schedules, checkpoints and the trainer.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -15,9 +15,6 @@ from torch.optim import Optimizer
 from midus.errors import MidusError
 
 Group = dict[str, Any]
-
-# Groups whose rows are slots, each read by itself.
-_TABLES = ("memory", "keys", "values")
 
 
 class MuonBeside(Optimizer):
@@ -59,15 +56,27 @@ class MuonBeside(Optimizer):
         return [group for group in self.param_groups if group.get("muon", False) == is_muon]
 
 
-def split_for_muon(groups: Iterable[Group], model: nn.Module) -> list[Group]:
+def split_for_muon(
+    groups: Iterable[Group], model: nn.Module, tables: Container[str]
+) -> list[Group]:
     """The same groups, with the matrices of blocks in groups apart that are marked ``muon``.
 
-    Keys, values, head projections, norms, biases and both embeddings stay where they are.
+    Head projections, norms, biases and both embeddings stay where they are.
+
+    Args:
+        groups: Groups with names.
+        model: Whose parameters they are.
+        tables: Names of groups that stay too, whose rows are slots and read one by one.
     """
-    embeddings = {id(module.weight) for module in model.modules() if _is_embedding(module, model)}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    embeddings = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) or module is head
+    }
     made: list[Group] = []
     for group in groups:
-        is_table = group["name"] in _TABLES
+        is_table = group["name"] in tables
         by_muon = [
             parameter
             for parameter in group["params"]
@@ -82,11 +91,6 @@ def split_for_muon(groups: Iterable[Group], model: nn.Module) -> list[Group]:
         if others:
             made.append({**group, "params": others})
     return made
-
-
-def _is_embedding(module: nn.Module, model: nn.Module) -> bool:
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    return isinstance(module, nn.Embedding) or module is head
 
 
 def _muon_class() -> Any:

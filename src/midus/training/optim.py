@@ -23,7 +23,7 @@ from midus.training.muon import MuonBeside, split_for_muon
 from midus.training.options import OptimizerOptions, PartOptions
 
 MEMORY_GROUP = "memory"
-# Parts that the paper trains at a constant rate.
+# Groups of keys and values, which the paper trains at a constant rate.
 _CONSTANT = (MEMORY_GROUP, "keys", "values")
 _KEYS = ("row_keys", "col_keys", "keys")
 
@@ -153,7 +153,7 @@ def groups_of(
         parts=options.parts,
         streams=streams,
     )
-    return split_for_muon(groups, model) if options.matrices == "muon" else groups
+    return split_for_muon(groups, model, _CONSTANT) if options.matrices == "muon" else groups
 
 
 def group_name(group: Mapping[str, Any]) -> str:
