@@ -12,9 +12,11 @@ from midus import MemoryConfig
 from midus.errors import MidusError
 from midus.memory import MEMORY_LAYERS
 from midus.memory.base import MemoryLayer
+from midus.training import orthogonal
 from midus.training.muon import MuonBeside, split_for_muon
 from midus.training.optim import constant_memory_schedule, groups_of, make_optimizer
 from midus.training.options import OptimizerOptions, PartOptions
+from midus.training.orthogonal import Muon, orthogonalize
 from midus.training.run import make_trainer, train
 
 BYPASS = MemoryConfig(num_subkeys=8, bypass="both", memory_output_proj=True)
@@ -103,9 +105,80 @@ def test_steps_are_those_of_both_optimizers_apart():
         step(apart, muon, adamw)
         for schedule in schedules:
             schedule.step()
+    matrices = {id(p) for group in both.param_groups if group.get("muon") for p in group["params"]}
     for name, parameter in together.named_parameters():
-        assert torch.equal(parameter, apart.get_parameter(name)), name
+        other = apart.get_parameter(name)
+        if id(parameter) in matrices:
+            assert_steps_alike(parameter, other, fresh[name])
+        else:
+            # What they read has taken Muon's steps.
+            torch.testing.assert_close(parameter, other, rtol=1e-3, atol=1e-3)
         assert torch.equal(parameter, fresh[name]) != parameter.requires_grad, name
+
+
+def assert_steps_alike(ours, theirs, before):
+    """Products in bfloat16, in batches and one by one, need not agree in their last bits."""
+    assert (ours - theirs).norm() <= 0.02 * (theirs - before).norm()
+
+
+def matrices_and_gradients(shapes, steps=3):
+    """Matrices, and gradients for each of some steps; the second has none in the first step."""
+    chance = torch.Generator().manual_seed(0)
+    matrices = [torch.randn(shape, generator=chance) for shape in shapes]
+    grads = [[torch.randn(shape, generator=chance) for shape in shapes] for _ in range(steps)]
+    grads[0][1] = None
+    return matrices, grads
+
+
+def stepped(make, shapes):
+    """Matrices after three steps of an optimizer of two groups, and as they were."""
+    before, grads = matrices_and_gradients(shapes)
+    matrices = [torch.nn.Parameter(matrix.clone()) for matrix in before]
+    optimizer = make(
+        [
+            {"params": matrices[::2], "lr": 1e-2, "weight_decay": 0.1},
+            {"params": matrices[1::2], "lr": 3e-2, "weight_decay": 0.0},
+        ]
+    )
+    for of_step in grads:
+        for matrix, grad in zip(matrices, of_step, strict=True):
+            matrix.grad = grad
+        optimizer.step()
+    return [matrix.detach() for matrix in matrices], before
+
+
+SHAPES = [(24, 40), (24, 40), (40, 24), (16, 16), (24, 40), (40, 24)]
+
+
+def test_matrices_of_one_shape_step_together_as_torch_steps_them_one_by_one():
+    ours, before = stepped(Muon, SHAPES)
+    theirs, _ = stepped(lambda g: torch.optim.Muon(g, adjust_lr_fn="match_rms_adamw"), SHAPES)
+    for matrix, expected, start in zip(ours, theirs, before, strict=True):
+        assert_steps_alike(matrix, expected, start)
+
+
+def test_stacks_that_are_too_large_are_cut(monkeypatch):
+    whole, before = stepped(Muon, SHAPES)
+    sizes = []
+
+    def counted(matrices):
+        sizes.append(len(matrices))
+        return orthogonalize(matrices)
+
+    monkeypatch.setattr(orthogonal, "orthogonalize", counted)
+    monkeypatch.setattr(orthogonal, "_LARGEST", 2 * 24 * 40)
+    cut, _ = stepped(Muon, SHAPES)
+    assert max(sizes) == 2  # of three of one shape
+    for matrix, expected, start in zip(cut, whole, before, strict=True):
+        assert_steps_alike(matrix, expected, start)
+
+
+def test_a_gradient_of_zero_moves_nothing():
+    matrix = torch.nn.Parameter(torch.randn(8, 4))
+    before = matrix.detach().clone()
+    matrix.grad = torch.zeros(8, 4)
+    Muon([{"params": [matrix], "lr": 1.0}]).step()
+    assert torch.equal(matrix, before)
 
 
 def test_a_step_is_as_large_in_every_direction_and_as_adamws_on_the_whole():
@@ -170,10 +243,3 @@ def test_matrices_that_are_split_are_refused(tmp_path):
 def test_what_steps_no_matrices_is_refused():
     with pytest.raises(MidusError, match=r"optimizer\.matrices='sgd'.*adamw, muon"):
         OptimizerOptions(matrices="sgd")
-
-
-def test_an_older_torch_is_named(monkeypatch):
-    monkeypatch.delattr(torch.optim, "Muon")
-    model = grown()
-    with pytest.raises(MidusError, match=r"needs torch 2\.9 or newer, and this is"):
-        make_optimizer(model, options(), ADAMW)

@@ -1,8 +1,8 @@
 """Muon for the matrices of blocks, beside another optimizer for the rest (beyond the paper).
 
 AdamW's step is as large in every entry of a matrix; Muon's, the orthogonal matrix nearest to the
-momentum, in every direction. `torch.optim.Muon` takes matrices alone, so two optimizers share
-groups and state here, and are one to schedules, checkpoints and the trainer.
+momentum, in every direction. It is for matrices alone, so two optimizers share groups and state
+here, and are one to schedules, checkpoints and the trainer.
 """
 
 from collections.abc import Callable, Container, Iterable
@@ -12,9 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from midus.errors import MidusError
-
-Group = dict[str, Any]
+from midus.training.orthogonal import Group, Muon
 
 
 class MuonBeside(Optimizer):
@@ -34,8 +32,7 @@ class MuonBeside(Optimizer):
         super().__init__(list(groups), {})
         self._steppers: list[tuple[bool, Optimizer]] = []
         if by_muon := self._groups(True):
-            muon = _muon_class()(by_muon, adjust_lr_fn="match_rms_adamw")
-            self._steppers.append((True, muon))
+            self._steppers.append((True, Muon(by_muon)))
         if others := self._groups(False):
             self._steppers.append((False, make_other(others)))
 
@@ -91,13 +88,3 @@ def split_for_muon(
         if others:
             made.append({**group, "params": others})
     return made
-
-
-def _muon_class() -> Any:
-    found = getattr(torch.optim, "Muon", None)
-    if found is None:
-        raise MidusError(
-            f"optimizer.matrices='muon' needs torch 2.9 or newer, and this is {torch.__version__}; "
-            "install a newer one, or leave it out"
-        )
-    return found
