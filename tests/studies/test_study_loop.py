@@ -126,7 +126,7 @@ def test_part_norms_add_up_to_the_whole(bypass):
     model(prompt_ids(2, 16), labels=prompt_ids(2, 16)).loss.backward()
     norms.take()
     values = norms.values()
-    parts = {"attention", "keys", "values", "value_proj", "other"}
+    parts = {"attention", "keys", "values", "value_proj", "norms"}
     assert set(values) == (parts if bypass == "none" else parts | {"bypass"})
     whole = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
     assert math.hypot(*values.values()) == pytest.approx(whole.item(), rel=1e-5)

@@ -7,7 +7,7 @@ from small import MADE_UP, fake_row, make_study, report_of
 
 from midus.errors import MidusError
 from midus.studies.grid import search_trials
-from midus.studies.plots import _curve
+from midus.studies.plots import _curve, _distance, _name_points, make_figure
 from midus.studies.report import make_report, to_markdown
 from midus.studies.results import add_result, read_results
 from midus.studies.trials import UNTOUCHED, base_key, hash_facts
@@ -137,3 +137,23 @@ def test_results_of_another_kind_are_refused(midus, tmp_path, material, line, me
     with pytest.raises(MidusError, match=message):
         make_report(tmp_path)
     assert midus("study", "report", tmp_path).code == 2
+
+
+@pytest.mark.parametrize("upside_down", [False, True])
+def test_names_stand_nearest_to_their_own_points(upside_down):
+    """Two points that all but touch, in either order, and one apart."""
+    figure, axes = make_figure((8.0, 4.2), "names")
+    points = [(25.3, 4.51, "a long name of the lower one", "C0"), (25.3, 4.55, "upper", "C1")]
+    points = [*(points[::-1] if upside_down else points), (53.1, 4.4, "apart", "C2")]
+    axes.set(xscale="log", xlim=(10, 140), ylim=(4.2, 7))
+    _name_points(figure, axes, points)
+    middles = {}
+    for x, y, name, color in points:
+        (text,) = [text for text in axes.texts if text.get_text() == name]
+        assert text.get_color() == color
+        box = text.get_window_extent()
+        middles[name] = (box.y0 + box.y1) / 2
+        others = {other: axes.transData.transform((a, b)) for a, b, other, _ in points}
+        own = _distance(box, axes.transData.transform((x, y)))
+        assert all(own <= _distance(box, place) for place in others.values()), name
+    assert middles["a long name of the lower one"] < middles["upper"]

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tiny import grown, prompt_ids
+from tiny import grown, prompt_ids, tiny_base
 
-from midus import MemoryConfig
+from midus import MemoryConfig, UpscaleConfig, upscale
 from midus.errors import MidusError
 from midus.training.optim import constant_memory_schedule, make_clipping, parameter_groups
 from midus.training.options import OptimizerOptions, PartOptions, TrainOptions
@@ -37,6 +37,32 @@ def test_a_part_is_its_own_matrices_of_every_memory_block(part):
     assert {name.split(".", 3)[3] for name in found} == LEAVES[part]
     assert len(found) == 2 * len(LEAVES[part])  # two memory blocks
     assert group["lr"] == 0.5
+
+
+@pytest.mark.parametrize("method", ["midus", "llama_pro"])
+def test_norms_are_gains_and_biases_of_all_that_trains(method):
+    model = upscale(tiny_base(attention_bias=True), UpscaleConfig(method=method))
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = groups_of(model, norms=PartOptions(lr=0.5))
+    assert "no_decay" not in groups
+    assert (groups["norms"]["lr"], groups["norms"]["weight_decay"]) == (0.5, 0.0)
+    found = {names[id(p)] for p in groups["norms"]["params"]}
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert found == {name for name, p in trained.items() if p.ndim == 1}
+    assert {name.rpartition(".")[2] for name in found} == {"weight", "bias"}
+    limit = PartOptions(max_grad_norm=1e-4)
+    model.train()(prompt_ids(2, 16), labels=prompt_ids(2, 16)).loss.backward()
+    make_clipping(model, 1e6, {"norms": limit})()
+    clipped = torch.cat([trained[name].grad.flatten() for name in found])
+    assert clipped.norm() <= 1.001e-4
+    rest = [p.grad.flatten() for name, p in trained.items() if name not in found]
+    assert torch.cat(rest).norm() > 1e-3
+
+
+def test_rates_of_norms_are_given_as_they_are():
+    for own in (PartOptions(relative_lr=0.1), PartOptions(by_stream=True)):
+        with pytest.raises(MidusError, match=r"optimizer\.parts\.norms takes lr"):
+            OptimizerOptions(parts={"norms": own})
 
 
 def test_what_a_part_does_not_say_is_as_before():

@@ -17,7 +17,7 @@ _SLOT_TOKENS = 16_384
 
 
 class PartNorms:
-    """Norms of the gradients a part of the memory blocks, the rest together as ``other``."""
+    """Sizes of the gradients a part (`find_parts`), the rest together as ``other``."""
 
     def __init__(self, model: Any) -> None:
         names = find_parts(model)

@@ -1,5 +1,6 @@
 """Pictures of a study: loss against tokens, perplexity against trained parameters."""
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ CURVES_NAME, PARAMETERS_NAME = "curves.png", "parameters.png"
 # Where a name may stand beside its point, in points of print, and which side of it is there.
 _PLACES = [(6, 0, "left"), (6, 8, "left"), (6, -8, "left"), (-6, 0, "right"), (-6, 8, "right")]
 _PLACES += [(-6, -8, "right"), (0, 12, "center"), (0, -12, "center"), (6, 16, "left")]
+
+# A point, its name and its colour.
+_Named = tuple[float, float, str, str]
 
 
 def plot_study(report: StudyReport, out: Path) -> list[str]:
@@ -55,7 +59,7 @@ def _plot_curves(lines: list[Line], path: Path, title: str) -> None:
 
 def _plot_parameters(lines: list[Line], path: Path, title: str) -> None:
     figure, axes = make_figure((8.0, 4.2), title)
-    named: list[tuple[float, float, str]] = []
+    named: list[_Named] = []
     for number, line in enumerate(lines):
         values = line.values(lambda row: row["test"]["perplexity"])
         mean, params = statistics.mean(values), line.rows[0]["trainable"]
@@ -71,7 +75,7 @@ def _plot_parameters(lines: list[Line], path: Path, title: str) -> None:
             color=f"C{number % 10}",
             capsize=3,
         )
-        named.append((params / 1e6, mean, line.label))
+        named.append((params / 1e6, mean, line.label, f"C{number % 10}"))
     axes.set(xscale="log", xlabel="trained parameters, millions", ylabel="test perplexity")
     axes.set_title("Mean and standard deviation over seeds")
     _name_points(figure, axes, named)
@@ -80,15 +84,22 @@ def _plot_parameters(lines: list[Line], path: Path, title: str) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _name_points(figure: Any, axes: Any, named: list[tuple[float, float, str]]) -> None:
+def _name_points(figure: Any, axes: Any, named: list[_Named]) -> None:
     """Writes each name beside its point, where it covers the fewest points and other names."""
     figure.draw_without_rendering()  # sizes are known then
-    points = [axes.transData.transform((x, y)) for x, y, _ in named]
+    points = [axes.transData.transform((x, y)) for x, y, *_ in named]
     boxes: list[Any] = []
-    for x, y, name in named:
+    for own, (x, y, name, color) in zip(points, named, strict=True):
         tries = [
             axes.annotate(
-                name, (x, y), (dx, dy), textcoords="offset points", ha=ha, va="center", fontsize=8
+                name,
+                (x, y),
+                (dx, dy),
+                textcoords="offset points",
+                ha=ha,
+                va="center",
+                fontsize=8,
+                color=color,
             )
             for dx, dy, ha in _PLACES
         ]
@@ -96,6 +107,7 @@ def _name_points(figure: Any, axes: Any, named: list[tuple[float, float, str]]) 
         covered = [
             sum(box.overlaps(other) for other in boxes)
             + sum(box.padded(4).contains(*point) for point in points)
+            + sum(_distance(box, point) < _distance(box, own) for point in points)
             + (not axes.bbox.containsx(box.x0) or not axes.bbox.containsx(box.x1))
             for box in found
         ]
@@ -104,6 +116,12 @@ def _name_points(figure: Any, axes: Any, named: list[tuple[float, float, str]]) 
         for number, text in enumerate(tries):
             if number != best:
                 text.remove()
+
+
+def _distance(box: Any, point: Any) -> float:
+    """From the middle of a name's height, at its nearer end, to a point."""
+    x, y = point
+    return math.hypot(max(box.x0 - x, 0.0, x - box.x1), (box.y0 + box.y1) / 2 - y)
 
 
 def _curve(line: Line) -> list[tuple[int, float]]:

@@ -3,7 +3,8 @@
 Paper, Appendix "Hyperparameter Settings": everything else follows a cosine with warm-up. Its rate
 for keys and values is the largest of that schedule, which suits 12,100 steps; in short runs a
 higher one decides how much a table that starts at zero can learn. Beyond the paper, each part of
-the memory blocks can have a rate, schedule, decay and clipping of its own (`PartOptions`).
+the memory blocks, and norms, can have a rate, schedule, decay and clipping of its own
+(`PartOptions`).
 """
 
 import math
@@ -45,12 +46,14 @@ def part_of(name: str) -> str | None:
 
 
 def find_parts(model: nn.Module) -> dict[int, str]:
-    """The part of every parameter of memory blocks that has one, by the parameter's ``id``."""
-    parts = {}
+    """The part of every parameter that has one, by the parameter's ``id``.
+
+    Matrices have one in memory blocks alone, gains and biases everywhere.
+    """
+    parts = {id(parameter): "norms" for parameter in model.parameters() if parameter.ndim < 2}
     for block in model.modules():
         if isinstance(block, MemoryBlock):
             for name, parameter in block.named_parameters():
-                # Norms and biases train like those of any block.
                 if parameter.ndim > 1 and (part := part_of(name)):
                     parts[id(parameter)] = part
     return parts
@@ -73,7 +76,7 @@ def parameter_groups(
         memory_lr: Constant rate of keys and values. Default: ``lr``, as in the paper.
         weight_decay: Of matrices. Norms, biases, keys and values have none.
         constant_value_proj: Count HIVE's head projections W_h among the values.
-        parts: Parts of the memory blocks that get a group of their own, by name.
+        parts: Parts that get a group of their own, by name.
         streams: Size of the stream before each memory block, for parts whose rates go with it;
             without it all blocks have the rate that is given.
 
@@ -108,7 +111,7 @@ def parameter_groups(
     for name, parameters in groups.items():
         own = parts.get(name, PartOptions())
         is_memory = name in _CONSTANT
-        decays = name != "no_decay" and not is_memory
+        decays = name not in ("no_decay", "norms") and not is_memory
         usual = {"lr": slow if is_memory else lr, "weight_decay": weight_decay if decays else 0.0}
         given = {key: getattr(own, key) for key in usual if getattr(own, key) is not None}
         if not parameters:

@@ -23,7 +23,7 @@ TRAINABLE = ("auto", "inserted", "all")
 CONTROLS = ("none", "lora", "last_layers")
 SHARDINGS = ("none", "fsdp2")
 MATRICES = ("adamw", "muon")
-PARTS = ("attention", "keys", "values", "value_proj", "output_proj", "bypass")
+PARTS = ("attention", "keys", "values", "value_proj", "output_proj", "bypass", "norms")
 KEY_STARTS = ("random", "queries")
 
 # What the recipes set where the file says nothing. The paper's rates suit its 12,100 steps; in a
@@ -72,7 +72,7 @@ _OWNED = {
 
 @dataclass(frozen=True, kw_only=True)
 class PartOptions:
-    """How one part of the memory blocks trains, where not like the rest (beyond the paper)."""
+    """How one part of the blocks trains, where not like the rest (beyond the paper)."""
 
     lr: float | None = None
     """Largest rate; default: lr, for keys and values memory_lr."""
@@ -134,7 +134,8 @@ class OptimizerOptions:
     constant_value_proj: bool = False
     """Give the head projections W_h the memory's constant rate instead of the schedule."""
     parts: dict[str, PartOptions] = field(default_factory=dict)
-    """Parts of memory blocks apart: attention, keys, values, value_proj, output_proj, bypass."""
+    """Parts apart, of memory blocks attention, keys, values, value_proj, output_proj, bypass; of
+    all that trains norms (gains and biases)."""
     adam_beta2: float | None = None
     """Decay of AdamW's second moment; default: the recipe's."""
     matrices: str = "adamw"
@@ -157,6 +158,12 @@ class OptimizerOptions:
         _check_relative("optimizer.", self.lr, self.relative_lr)
         for part in self.parts:
             _one_of("part of optimizer.parts", part, PARTS)
+        norms = self.parts.get("norms", PartOptions())
+        if norms.relative_lr is not None or norms.by_stream:
+            raise MidusError(
+                "optimizer.parts.norms takes lr, not relative_lr or by_stream: gains of norms go "
+                "neither with the size of matrices nor with the stream"
+            )
         if self.constant_value_proj and "value_proj" in self.parts:
             raise MidusError(
                 "optimizer.constant_value_proj and optimizer.parts.value_proj exclude each other; "
