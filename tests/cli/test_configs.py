@@ -16,6 +16,8 @@ import pytest
 import yaml
 
 from midus.models.shapes import shape_config
+from midus.studies.grid import search_trials
+from midus.studies.options import read_study
 from midus.training.dry_run import describe_run
 from midus.training.options import TrainOptions, read_options
 from midus.training.starting import planned_config
@@ -336,3 +338,17 @@ def test_smoke_runs(midus, tmp_path, monkeypatch):
     assert before > 230  # of 257 tokens
     assert after < 0.9 * before
     assert (tmp_path / "runs/smoke/model/config.json").is_file()
+
+
+def test_the_run_by_muon_is_the_one_that_was_measured():
+    run = read_options(ROOT / "configs" / "smollm2-135m" / "math_muon.yaml")
+    grid = read_study(ROOT / "studies" / "recipe_search.yaml")
+    (trial,) = [
+        trial
+        for trial in search_trials(grid)
+        if (trial.method, trial.varied) == ("muon", {"optimizer.lr": 1.2e-2})
+    ]
+    for name in ("upscale", "key_start", "batch_size"):
+        assert getattr(run, name) == getattr(trial.options, name), name
+    # Studies resolve the rates that a file leaves to its recipe.
+    assert run.optimizer.resolved("cpt") == trial.options.optimizer
