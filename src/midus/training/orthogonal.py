@@ -27,7 +27,7 @@ _LARGEST = 1 << 26
 
 
 class Muon(Optimizer):
-    """Nesterov momentum, orthogonalized; steps, defaults and state are `torch.optim.Muon`'s.
+    """Nesterov momentum, orthogonalized; steps, in AdamW's size, and state are torch's own Muon's.
 
     Args:
         groups: Groups of matrices with rates and weight decays of their own.
