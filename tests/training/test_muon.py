@@ -16,7 +16,7 @@ from midus.training import orthogonal
 from midus.training.muon import MuonBeside, split_for_muon
 from midus.training.optim import constant_memory_schedule, groups_of, make_optimizer
 from midus.training.options import OptimizerOptions, PartOptions
-from midus.training.orthogonal import Muon, orthogonalize
+from midus.training.orthogonal import orthogonalize
 from midus.training.run import make_trainer, train
 
 BYPASS = MemoryConfig(num_subkeys=8, bypass="both", memory_output_proj=True)
@@ -96,8 +96,7 @@ def test_steps_are_those_of_both_optimizers_apart():
     fresh = {name: p.detach().clone() for name, p in apart.named_parameters()}
     both = make_optimizer(together, options(), ADAMW)
     groups = groups_of(apart, options())
-    of_muon = [group for group in groups if group.get("muon")]
-    muon = torch.optim.Muon(of_muon, adjust_lr_fn="match_rms_adamw")
+    muon = MuonBeside([group for group in groups if group.get("muon")], torch.optim.AdamW)
     adamw = torch.optim.AdamW([g for g in groups if not g.get("muon")], betas=(0.9, 0.95))
     schedules = [constant_memory_schedule(optimizer, 4) for optimizer in (both, muon, adamw)]
     for _ in range(4):
@@ -105,20 +104,19 @@ def test_steps_are_those_of_both_optimizers_apart():
         step(apart, muon, adamw)
         for schedule in schedules:
             schedule.step()
-    matrices = {id(p) for group in both.param_groups if group.get("muon") for p in group["params"]}
     for name, parameter in together.named_parameters():
-        other = apart.get_parameter(name)
-        if id(parameter) in matrices:
-            assert_steps_alike(parameter, other, fresh[name])
-        else:
-            # What they read has taken Muon's steps.
-            torch.testing.assert_close(parameter, other, rtol=1e-3, atol=1e-3)
+        assert torch.equal(parameter, apart.get_parameter(name)), name
         assert torch.equal(parameter, fresh[name]) != parameter.requires_grad, name
 
 
 def assert_steps_alike(ours, theirs, before):
     """Products in bfloat16, in batches and one by one, need not agree in their last bits."""
-    assert (ours - theirs).norm() <= 0.02 * (theirs - before).norm()
+    assert (ours - theirs).norm() <= 0.01 * (theirs - before).norm()
+
+
+def by_muon(groups):
+    """Our own, for nothing but matrices."""
+    return MuonBeside([{**group, "muon": True} for group in groups], torch.optim.AdamW)
 
 
 def matrices_and_gradients(shapes, steps=3):
@@ -151,14 +149,14 @@ SHAPES = [(24, 40), (24, 40), (40, 24), (16, 16), (24, 40), (40, 24)]
 
 
 def test_matrices_of_one_shape_step_together_as_torch_steps_them_one_by_one():
-    ours, before = stepped(Muon, SHAPES)
+    ours, before = stepped(by_muon, SHAPES)
     theirs, _ = stepped(lambda g: torch.optim.Muon(g, adjust_lr_fn="match_rms_adamw"), SHAPES)
     for matrix, expected, start in zip(ours, theirs, before, strict=True):
         assert_steps_alike(matrix, expected, start)
 
 
 def test_stacks_that_are_too_large_are_cut(monkeypatch):
-    whole, before = stepped(Muon, SHAPES)
+    whole, before = stepped(by_muon, SHAPES)
     sizes = []
 
     def counted(matrices):
@@ -167,7 +165,7 @@ def test_stacks_that_are_too_large_are_cut(monkeypatch):
 
     monkeypatch.setattr(orthogonal, "orthogonalize", counted)
     monkeypatch.setattr(orthogonal, "_LARGEST", 2 * 24 * 40)
-    cut, _ = stepped(Muon, SHAPES)
+    cut, _ = stepped(by_muon, SHAPES)
     assert max(sizes) == 2  # of three of one shape
     for matrix, expected, start in zip(cut, whole, before, strict=True):
         assert_steps_alike(matrix, expected, start)
@@ -177,7 +175,7 @@ def test_a_gradient_of_zero_moves_nothing():
     matrix = torch.nn.Parameter(torch.randn(8, 4))
     before = matrix.detach().clone()
     matrix.grad = torch.zeros(8, 4)
-    Muon([{"params": [matrix], "lr": 1.0}]).step()
+    by_muon([{"params": [matrix], "lr": 1.0, "weight_decay": 0.0}]).step()
     assert torch.equal(matrix, before)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from midus.training.orthogonal import Group, Muon
+from midus.training.orthogonal import Group, step_matrices
 
 
 class MuonBeside(Optimizer):
@@ -30,11 +30,8 @@ class MuonBeside(Optimizer):
         self, groups: Iterable[Group], make_other: Callable[[list[Group]], Optimizer]
     ) -> None:
         super().__init__(list(groups), {})
-        self._steppers: list[tuple[bool, Optimizer]] = []
-        if by_muon := self._groups(True):
-            self._steppers.append((True, Muon(by_muon)))
-        if others := self._groups(False):
-            self._steppers.append((False, make_other(others)))
+        others = self._groups(False)
+        self._other = make_other(others) if others else None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -43,10 +40,11 @@ class MuonBeside(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for is_muon, stepper in self._steppers:
+        step_matrices(self._groups(True), self.state)
+        if self._other is not None:
             # What loads a state (accelerate does) puts new objects into the places of old ones.
-            stepper.param_groups, stepper.state = self._groups(is_muon), self.state
-            stepper.step()
+            self._other.param_groups, self._other.state = self._groups(False), self.state
+            self._other.step()
         return loss
 
     def _groups(self, is_muon: bool) -> list[Group]:

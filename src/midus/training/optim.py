@@ -223,7 +223,7 @@ def constant_memory_schedule(
         warmup_ratio: Share of the steps in which the rate rises.
         shape: ``cosine`` or ``linear``, both down to zero, or ``constant``.
         decay_ratio: Share of the steps after the warm-up, the last ones, in which the shape falls.
-        parts: Parts of the memory blocks with a schedule of their own, as the groups have them.
+        parts: Parts with a schedule of their own, as the groups have them.
     """
 
     def scheduled(name: str) -> Callable[[int], float]:
@@ -259,7 +259,7 @@ def make_clipping(
     Args:
         model: The model that trains.
         max_norm: Largest norm of the gradients together; 0: they are not clipped.
-        parts: Parts of the memory blocks; one with ``max_grad_norm`` is clipped at it, alone.
+        parts: Parts by name; one with ``max_grad_norm`` is clipped at it, alone.
     """
     limits = {
         name: own.max_grad_norm
