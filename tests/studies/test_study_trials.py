@@ -45,11 +45,13 @@ def test_options_that_came_later_leave_the_keys_of_those_without_them():
     assert facts["optimizer"].pop("matrices") == "adamw"
     values = facts["optimizer"]["parts"]["values"]
     assert (values.pop("relative_lr"), values.pop("by_stream")) == (None, False)
+    assert values.pop("decay_ratio") is None
     data = trial.options.data
     facts |= {"seq_len": data.seq_len, "max_tokens": data.max_tokens}
     assert trial.key("id") == hash_facts({"options": facts, "identity": "id"})
     for later in (
         {"optimizer.parts": {"values": {"lr": 1e-2, "by_stream": True}}},
+        {"optimizer.parts": {"values": {"lr": 1e-2, "decay_ratio": 0.5}}},
         {"optimizer.matrices": "muon"},
     ):
         study = make_study(PLACES, methods={"one": {"set": method | later}}, search={})

@@ -102,6 +102,22 @@ def test_a_schedule_can_fall_late():
     assert rates == pytest.approx(expected)
 
 
+def test_a_part_can_fall_later_than_the_rest():
+    model = make_model()
+    parts = {"values": PartOptions(schedule="linear", decay_ratio=0.25), "keys": PartOptions()}
+    optimizer = torch.optim.AdamW(parameter_groups(model, 1.0, 1.0, parts=parts))
+    schedule = constant_memory_schedule(optimizer, 8, 0.0, "linear", parts=parts)
+    rates = {group["name"]: [] for group in optimizer.param_groups}
+    for _ in range(9):
+        for group in optimizer.param_groups:
+            rates[group["name"]].append(group["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates["values"] == pytest.approx([1, 1, 1, 1, 1, 1, 1, 0.5, 0])
+    assert rates["decay"] == pytest.approx([1 - i / 8 for i in range(9)])
+    assert set(rates["keys"]) == {1.0}
+
+
 def test_a_part_is_clipped_alone():
     model = make_model().train()
     model(prompt_ids(2, 16), labels=prompt_ids(2, 16)).loss.backward()

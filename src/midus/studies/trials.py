@@ -12,7 +12,7 @@ UNTOUCHED = "untouched"
 # contents.
 _PLACES = ("model", "output", "data", "cuda_graphs")
 # Options that came after trials had been run: while they are as here, keys are as before.
-_LATER = {"relative_lr": None, "by_stream": False, "matrices": "adamw"}
+_LATER = {"relative_lr": None, "by_stream": False, "matrices": "adamw", "decay_ratio": None}
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,9 @@ def constant_memory_schedule(
     def scheduled(name: str) -> Callable[[int], float]:
         own_shape, own_warmup = schedule_of(name, warmup_ratio, shape, parts)
         num_warmup = math.ceil(num_steps * own_warmup)
-        num_falling = (num_steps - num_warmup) * decay_ratio
+        own = (parts or {}).get(name, PartOptions())
+        own_share = decay_ratio if own.decay_ratio is None else own.decay_ratio
+        num_falling = (num_steps - num_warmup) * own_share
 
         def rate(step: int) -> float:
             if step < num_warmup:

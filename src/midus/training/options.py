@@ -82,6 +82,8 @@ class PartOptions:
     """cosine, linear or constant; default: the run's, for keys and values constant."""
     warmup_ratio: float | None = None
     """Share of the steps in which the rate rises; default: the run's, for keys and values 0."""
+    decay_ratio: float | None = None
+    """Share of the steps after the warm-up, the last ones, in which it falls; default: the run's."""
     weight_decay: float | None = None
     """Weight decay; default: the run's, for keys and values 0."""
     max_grad_norm: float | None = None
@@ -96,6 +98,7 @@ class PartOptions:
         for name, largest in (
             ("lr", 10),
             ("warmup_ratio", 1),
+            ("decay_ratio", 1),
             ("weight_decay", 10),
             ("max_grad_norm", 1e6),
         ):
