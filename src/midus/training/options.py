@@ -83,7 +83,7 @@ class PartOptions:
     warmup_ratio: float | None = None
     """Share of the steps in which the rate rises; default: the run's, for keys and values 0."""
     decay_ratio: float | None = None
-    """Share of the steps after the warm-up, the last ones, in which it falls; default: as the run."""
+    """Share of the steps after the warm-up, the last ones, in which it falls; default: the run's"""
     weight_decay: float | None = None
     """Weight decay; default: the run's, for keys and values 0."""
     max_grad_norm: float | None = None
