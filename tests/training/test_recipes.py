@@ -11,28 +11,51 @@ from midus.studies.options import read_study
 from midus.training.options import TrainOptions, read_options
 
 FILE = {"stage": "cpt", "model": "m", "output": "o", "recipe": "short", "data": {"sources": "t"}}
+MEMORY = {
+    "kind": "hml",
+    "values": "independent",
+    "num_subkeys": 28,
+    "attention_residual": True,
+    "query_norm": "layer",
+    "key_scale": 3.5,
+}
+KEYS = {"lr": 1e-2, "schedule": "cosine", "warmup_ratio": 0.02}
 WRITTEN_OUT = {
+    "key_start": "queries",
+    "optimizer": {
+        "recipe": "short",
+        "matrices": "muon",
+        "relative_lr": 0.042,
+        "schedule": "linear",
+        "warmup_ratio": 0.02,
+        "parts": {
+            "values": {
+                "relative_lr": 0.026,
+                "schedule": "constant",
+                "warmup_ratio": 0.02,
+                "by_stream": True,
+            },
+            "keys": KEYS,
+            "bypass": {"by_stream": True},
+            "output_proj": {"by_stream": True},
+        },
+    },
+    "upscale": {
+        "method": "midus",
+        "memory": {**MEMORY, "bypass": "attention", "memory_output_proj": True},
+    },
+}
+BY_ADAMW = {
     "key_start": "queries",
     "optimizer": {
         "recipe": "short",
         "relative_lr": 0.032,
         "parts": {
             "values": {"relative_lr": 0.16, "schedule": "cosine", "warmup_ratio": 0.02},
-            "keys": {"lr": 1e-2, "schedule": "cosine", "warmup_ratio": 0.02},
+            "keys": KEYS,
         },
     },
-    "upscale": {
-        "method": "midus",
-        "memory": {
-            "kind": "hml",
-            "values": "independent",
-            "num_subkeys": 28,
-            "bypass": "both",
-            "attention_residual": True,
-            "query_norm": "layer",
-            "key_scale": 3.5,
-        },
-    },
+    "upscale": {"method": "midus", "memory": {**MEMORY, "bypass": "both"}},
 }
 
 
@@ -40,9 +63,12 @@ def without_recipe(**more):
     return {name: value for name, value in FILE.items() if name != "recipe"} | more
 
 
-def test_it_is_what_it_writes_out():
-    options = TrainOptions.from_dict(FILE)
-    assert options == TrainOptions.from_dict(without_recipe(**WRITTEN_OUT))
+@pytest.mark.parametrize(
+    ("name", "written_out"), [("short", WRITTEN_OUT), ("short_adamw", BY_ADAMW)]
+)
+def test_it_is_what_it_writes_out(name, written_out):
+    options = TrainOptions.from_dict(FILE | {"recipe": name})
+    assert options == TrainOptions.from_dict(without_recipe(**written_out))
     assert options != TrainOptions.from_dict(without_recipe())
 
 
@@ -64,18 +90,18 @@ def test_what_the_file_says_counts():
     assert options.optimizer.relative_lr is None
     assert options.optimizer.parts["values"].lr == 1e-2
     assert options.optimizer.parts["values"].relative_lr is None
-    assert options.optimizer.parts["values"].schedule == "cosine"
+    assert options.optimizer.parts["values"].schedule == "constant"
     assert options.optimizer.parts["attention"].lr == 1e-3
     assert options.upscale.num_inserted == 4
     assert options.upscale.memory.num_subkeys == 16
-    assert options.upscale.memory.bypass == "both"
+    assert options.upscale.memory.bypass == "attention"
     assert own["upscale"] == {"num_inserted": 4, "memory": {"num_subkeys": 16}}  # as it was
 
 
 def test_a_rate_and_a_multiple_of_the_weights_stand_for_each_other():
     own = FILE | {"optimizer": {"parts": {"keys": {"relative_lr": 0.1}}}}
     options = TrainOptions.from_dict(own).optimizer
-    assert (options.lr, options.relative_lr) == (None, 0.032)
+    assert (options.lr, options.relative_lr) == (None, 0.042)
     assert (options.parts["keys"].lr, options.parts["keys"].relative_lr) == (None, 0.1)
 
 
@@ -95,7 +121,7 @@ def test_it_can_be_set_and_taken_back(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"recipe": "long"}, "recipe='long' is unknown; choose one of short"),
+        ({"recipe": "long"}, "recipe='long' is unknown; choose one of short, short_adamw"),
         ({"recipe": ["short"]}, "is unknown"),
         ({"stage": "sft"}, "use it with stage: cpt"),
         ({"upscale": {"method": "llama_pro"}}, "recipe='short' is for MIDUS-HML"),
