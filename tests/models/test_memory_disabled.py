@@ -178,6 +178,46 @@ def test_gates_replace_those_before_and_wait_while_disabled():
     assert torch.equal(model(prompt_ids()).logits, whole)
 
 
+@pytest.mark.parametrize(
+    "memory",
+    [
+        *({"kind": kind} for kind in MEMORY_LAYERS),
+        {"values": "shared"},
+        {"values": "independent", "bypass": "both", "memory_output_proj": True},
+    ],
+    ids=str,
+)
+def test_folded_gates_are_in_the_weights_and_in_checkpoints(memory, tmp_path):
+    _, model = pair(**memory)
+    model.double()
+    whole = model(prompt_ids()).logits
+    first, second = model.config.memory_positions
+    model.set_memory_gates({first: 0.7, second: 0.0})
+    want = model(prompt_ids()).logits
+    model.fold_memory_gates()
+    assert model.memory_gates == {first: 1.0, second: 1.0}
+    torch.testing.assert_close(model(prompt_ids()).logits, want)
+    assert not torch.allclose(want, whole)
+    model.save_pretrained(tmp_path / "folded")
+    stored = load(tmp_path / "folded", dtype=torch.float64)
+    torch.testing.assert_close(stored(prompt_ids()).logits, want)
+
+
+def test_gates_are_not_folded_while_disabled_or_offloaded():
+    _, model = pair()
+    model.set_memory_gates({1: 0.5})
+    before = copy.deepcopy(model.state_dict())
+    with (
+        model.memory_disabled(),
+        pytest.raises(MidusError, match="leave memory_disabled first"),
+    ):
+        model.fold_memory_gates()
+    assert model.memory_gates == {1: 0.5, 4: 1.0}
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+    with pytest.raises(MidusError, match="weights that are offloaded"):
+        model.to("meta").fold_memory_gates()
+
+
 def test_generation_with_a_gate_is_the_same_with_and_without_a_cache():
     _, model = pair()
     model.set_memory_gates(dict.fromkeys(model.config.memory_positions, 0.5))

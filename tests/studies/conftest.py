@@ -27,7 +27,7 @@ def finished(material, tmp_path_factory):
     """A study that has ended, its folder, and what it said."""
     gc.freeze()  # it is made before the fixture below comes to it
     out = tmp_path_factory.mktemp("finished")
-    study = make_study(material, measure=["slots", "gradients", "rank"])
+    study = make_study(material, measure=["slots", "gradients", "rank", "gates"])
     said = []
     progress = run_study(study, out, say=said.append)
     assert (progress.ran, progress.left, progress.is_out_of_time) == (4, 0, False)

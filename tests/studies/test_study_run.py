@@ -35,6 +35,14 @@ def test_a_row_says_what_was_done_and_what_came_of_it(finished):
     assert set(hml["curve"][0]["grad_norms"]) >= {"keys", "values", "value_proj", "attention"}
     assert len(hml["measures"]["slots"]) == len(hml["measures"]["value_ranks"]) == 2
     assert rows[0]["measures"] == {}
+    turned = hml["measures"]["gates"]
+    assert list(turned) == ["0.95", "0.9", "0.8"]
+    # The further down, the nearer to the base.
+    losses = [hml["validation"]["loss"], *(read["validation"]["loss"] for read in turned.values())]
+    distances = [abs(loss - base["validation"]["loss"]) for loss in losses]
+    assert distances == sorted(set(distances), reverse=True)
+    assert turned["0.9"]["test"] != hml["test"]
+    assert list(turned["0.9"]["texts"]) == list(hml["texts"])
 
 
 def test_that_steps_are_no_graphs_is_in_every_row_and_said_once(finished):

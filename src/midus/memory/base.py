@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from midus.config import MemoryConfig
 
 
+_VALUES = frozenset({"latent_values", "values"})
 # What the paper trains at a constant rate; projections of queries and values are not among them.
-_KEYS_AND_VALUES = frozenset({"row_keys", "col_keys", "keys", "latent_values", "values"})
+_KEYS_AND_VALUES = _VALUES | {"row_keys", "col_keys", "keys"}
 
 
 class MemoryLayer(nn.Module):
@@ -51,8 +52,15 @@ class MemoryLayer(nn.Module):
 
     def keys_and_values(self) -> Iterator[nn.Parameter]:
         """The tables: every parameter a slot owns a row of."""
+        return self._called(_KEYS_AND_VALUES)
+
+    def value_tables(self) -> Iterator[nn.Parameter]:
+        """The tables that are read: the layer's output is linear in them."""
+        return self._called(_VALUES)
+
+    def _called(self, names: frozenset[str]) -> Iterator[nn.Parameter]:
         for name, parameter in self.named_parameters():
-            if name.rpartition(".")[2] in _KEYS_AND_VALUES:
+            if name.rpartition(".")[2] in names:
                 yield parameter
 
     def require_even_queries(self) -> None:

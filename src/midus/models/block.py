@@ -8,6 +8,7 @@ paper, ``bypass`` adds ``W_b Attn'(LN(x))``, ``W_b LN(x)`` or both, with W_b zer
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -119,6 +120,14 @@ class MemoryBlock(GradientCheckpointingLayer):
             stream = (normed,) if self.bypass_reads_stream else ()
             correction = correction + self.bypass(*found, *stream)
         return correction
+
+    @torch.no_grad()
+    def scale_correction(self, factor: float) -> None:
+        """Multiplies what the block adds, by the weights that it is linear in."""
+        for table in self.memory.value_tables():
+            table.mul_(factor)
+        if self.bypass is not None:
+            self.bypass.weight.mul_(factor)
 
     def _forward_gated(self, hidden_states: Tensor, gate: float, kwargs: dict[str, Any]) -> Tensor:
         cache = kwargs.get("past_key_values")

@@ -63,7 +63,7 @@ class MemorySwitch:
         """Multiplies the corrections of blocks by these numbers from 0 to 1; all others by 1.
 
         ``set_memory_gates({})`` is the model as trained. Gates are no weights: copies have them,
-        checkpoints do not. Inside ``memory_disabled`` they wait for its end.
+        checkpoints do not, until they are folded. Inside ``memory_disabled`` they wait for its end.
 
         Args:
             gates: A gate for each position that shall have one other than 1.
@@ -75,6 +75,28 @@ class MemorySwitch:
         ]
         with _LOCK:
             decoder._chosen_gates = tuple(chosen)
+            decoder._apply_gates()
+
+    def fold_memory_gates(self) -> None:
+        """Makes the gates part of the weights, for good: a checkpoint then has them.
+
+        Values and bypass of each block are multiplied by its gate, which is 1 afterwards.
+        """
+        decoder: Any = self.base_model  # type: ignore[attr-defined]
+        with _LOCK:
+            if decoder._disabled:
+                raise MidusError(
+                    "gates cannot be folded while memory is disabled; leave memory_disabled first"
+                )
+            blocks = decoder._memory_blocks()
+            gated = {blocks[position]: gate for position, gate in decoder._chosen_gates}
+            if any(weight.is_meta for block in gated for weight in block.parameters()):
+                raise MidusError(
+                    "gates cannot be folded into weights that are offloaded; load the model whole"
+                )
+            for block, gate in gated.items():
+                block.scale_correction(gate)
+            decoder._chosen_gates = ()
             decoder._apply_gates()
 
     @property

@@ -1,7 +1,8 @@
-"""What else can be told of a trial: use of slots, gradients a part, rank of the realized values."""
+"""What else can be told of a trial: slots, gradients a part, ranks, memory turned down."""
 
 import math
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,11 +10,14 @@ from torch import Tensor
 
 from midus.memory.hive import HiveValues
 from midus.models.slots import counting_slots
+from midus.models.switch import MemorySwitch
 from midus.studies.scoring import mean_loss
 from midus.training.optim import find_parts
 from midus.training.options import TrainOptions
 
 _SLOT_TOKENS = 16_384
+# What all corrections are multiplied by, one after the other.
+_GATES = (0.95, 0.9, 0.8)
 
 
 class PartNorms:
@@ -66,6 +70,20 @@ def value_ranks(model: Any) -> list[float]:
         for values in model.modules()
         if isinstance(values, HiveValues)
     ]
+
+
+def turned_down(model: Any, read: Callable[[], dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What ``read`` gives under gates below 1, by the gate; empty without memory blocks."""
+    if not isinstance(model, MemorySwitch):
+        return {}
+    found = {}
+    try:
+        for gate in _GATES:
+            model.set_memory_gates(dict.fromkeys(model.memory_gates, gate))
+            found[f"{gate:g}"] = read()
+    finally:
+        model.set_memory_gates({})
+    return found
 
 
 def effective_rank(matrix: Tensor) -> float:

@@ -12,7 +12,7 @@ from midus.errors import MidusError
 from midus.studies.trials import UNTOUCHED
 from midus.training.reading import build_options, numeric, override_option, read_yaml
 
-MEASURES = ("slots", "gradients", "rank")
+MEASURES = ("slots", "gradients", "rank", "gates")
 PAPERS = ("general", "math")
 
 
@@ -103,7 +103,8 @@ class StudyOptions:
     curve_points: int = 8
     """How often validation loss is taken: after all tokens, half of them, a quarter, and so on."""
     measure: list[str] = field(default_factory=list)
-    """What else is measured: slots (their use), gradients (norms a part), rank (of V W_h)."""
+    """What else is measured: slots (their use), gradients (norms a part), rank (of V W_h), gates
+    (every text with memory blocks turned down)."""
     tasks: TaskOptions | None = None
     """Benchmark tasks of the untouched base and of every final seed's model; default: none."""
     eval_batch_size: int = 16

@@ -15,7 +15,7 @@ from midus.models.loading import load_tokenizer
 from midus.reports import conditions
 from midus.studies.loop import Loop
 from midus.studies.material import Material
-from midus.studies.measures import PartNorms, slot_usage, value_ranks
+from midus.studies.measures import PartNorms, slot_usage, turned_down, value_ranks
 from midus.studies.options import StudyOptions
 from midus.studies.results import Row, add_result, is_done
 from midus.studies.scoring import mean_loss, score, score_text
@@ -272,6 +272,8 @@ class TrialRun:
             measures["slots"] = slot_usage(model, validation, options, batch)
         if "rank" in self._study.measure:
             measures["value_ranks"] = value_ranks(model)
+        if "gates" in self._study.measure:
+            measures["gates"] = turned_down(model, lambda: self._scores(model, trial))
         return {name: value for name, value in measures.items() if value}
 
     def _keep(self, model: Any, trial: Trial, row: Row) -> None:
