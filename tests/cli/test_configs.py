@@ -340,13 +340,13 @@ def test_smoke_runs(midus, tmp_path, monkeypatch):
     assert (tmp_path / "runs/smoke/model/config.json").is_file()
 
 
-def test_the_run_by_muon_is_the_one_that_was_measured():
-    run = read_options(ROOT / "configs" / "smollm2-135m" / "math_muon.yaml")
-    grid = read_study(ROOT / "studies" / "recipe_search.yaml")
-    (trial,) = [
-        trial for trial in search_trials(grid) if (trial.method, trial.varied) == ("muon", {})
-    ]
+def test_the_run_by_the_recipe_is_the_one_that_was_measured():
+    run = read_options(ROOT / "configs" / "smollm2-135m" / "math_short.yaml")
+    grid = read_study(ROOT / "studies" / "long_muon.yaml")
+    setting = ("muon_all", {"optimizer.parts.values.lr": 5e-3})
+    (trial,) = [trial for trial in search_trials(grid) if (trial.method, trial.varied) == setting]
     for name in ("upscale", "key_start", "batch_size"):
         assert getattr(run, name) == getattr(trial.options, name), name
     # Studies resolve the rates that a file leaves to its recipe.
     assert run.optimizer.resolved("cpt") == trial.options.optimizer
+    assert run.trainer["max_steps"] == trial.options.trainer["max_steps"]
