@@ -85,6 +85,7 @@ def report(
     import importlib.util
 
     from midus.cli import console
+    from midus.studies.forgetting_plot import plot_forgetting
     from midus.studies.plots import plot_study
     from midus.studies.report import REPORT_NAME, make_report, to_markdown
     from midus.studies.settings_plot import plot_settings
@@ -92,7 +93,8 @@ def report(
 
     made = make_report(folder)
     has_plots = importlib.util.find_spec("matplotlib") is not None
-    figures = [*plot_study(made, folder), *plot_settings(made, folder)] if has_plots else []
+    drawings = (plot_study, plot_forgetting, plot_settings) if has_plots else ()
+    figures = [name for draw in drawings for name in draw(made, folder)]
     text = to_markdown(made, figures)
     replace_text(folder / REPORT_NAME, text)
     console.out.print(text.split("\n## ")[0].rstrip())

@@ -15,7 +15,7 @@ _PLACES = [(6, 0, "left"), (6, 8, "left"), (6, -8, "left"), (-6, 0, "right"), (-
 _PLACES += [(-6, -8, "right"), (0, 12, "center"), (0, -12, "center"), (6, 16, "left")]
 
 # A point, its name and its colour.
-_Named = tuple[float, float, str, str]
+Named = tuple[float, float, str, str]
 
 
 def plot_study(report: StudyReport, out: Path) -> list[str]:
@@ -59,7 +59,7 @@ def _plot_curves(lines: list[Line], path: Path, title: str) -> None:
 
 def _plot_parameters(lines: list[Line], path: Path, title: str) -> None:
     figure, axes = make_figure((8.0, 4.2), title)
-    named: list[_Named] = []
+    named: list[Named] = []
     for number, line in enumerate(lines):
         values = line.values(lambda row: row["test"]["perplexity"])
         mean, params = statistics.mean(values), line.rows[0]["trainable"]
@@ -78,13 +78,13 @@ def _plot_parameters(lines: list[Line], path: Path, title: str) -> None:
         named.append((params / 1e6, mean, line.label, f"C{number % 10}"))
     axes.set(xscale="log", xlabel="trained parameters, millions", ylabel="test perplexity")
     axes.set_title("Mean and standard deviation over seeds")
-    _name_points(figure, axes, named)
+    name_points(figure, axes, named)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=130)
 
 
-def _name_points(figure: Any, axes: Any, named: list[_Named]) -> None:
+def name_points(figure: Any, axes: Any, named: list[Named]) -> None:
     """Writes each name beside its point, where it covers the fewest points and other names."""
     figure.draw_without_rendering()  # sizes are known then
     points = [axes.transData.transform((x, y)) for x, y, *_ in named]
