@@ -7,7 +7,7 @@ from small import MADE_UP, fake_row, make_study, report_of
 
 from midus.errors import MidusError
 from midus.studies.grid import search_trials
-from midus.studies.plots import _curve, _distance, _name_points, make_figure
+from midus.studies.plots import _curve, _distance, make_figure, name_points
 from midus.studies.report import make_report, to_markdown
 from midus.studies.results import add_result, read_results
 from midus.studies.trials import UNTOUCHED, base_key, hash_facts
@@ -146,7 +146,7 @@ def test_names_stand_nearest_to_their_own_points(upside_down):
     points = [(25.3, 4.51, "a long name of the lower one", "C0"), (25.3, 4.55, "upper", "C1")]
     points = [*(points[::-1] if upside_down else points), (53.1, 4.4, "apart", "C2")]
     axes.set(xscale="log", xlim=(10, 140), ylim=(4.2, 7))
-    _name_points(figure, axes, points)
+    name_points(figure, axes, points)
     middles = {}
     for x, y, name, color in points:
         (text,) = [text for text in axes.texts if text.get_text() == name]
