@@ -16,13 +16,13 @@ def plot_forgetting(report: StudyReport, out: Path) -> list[str]:
     from matplotlib import rc_context
 
     text = next(iter(report.study.texts), None)
-    paths = {line.label: path for line in report.lines if (path := find_path(line, text))}
+    paths = [(line.label, path) for line in report.lines if (path := find_path(line, text))]
     if not text or not paths:
         return []
     with rc_context(STYLE):
         figure, axes = make_figure((8.0, 4.2), report.study.name)
         named: list[Named] = []
-        for number, (label, path) in enumerate(paths.items()):
+        for number, (label, path) in enumerate(paths):
             color = f"C{number % 10}"
             axes.plot(*zip(*path, strict=True), color=color, linewidth=1, marker="o", markersize=2)
             axes.plot(*path[0], color=color, marker="os"[number // 10 % 2])
