@@ -74,17 +74,23 @@ def test_what_a_part_does_not_say_is_as_before():
     assert len(groups["memory"]["params"]) == 2  # the tables alone
 
 
+def rates_of(optimizer, schedule, num_steps):
+    """The rates of each group before each step."""
+    rates = {group["name"]: [] for group in optimizer.param_groups}
+    for _ in range(num_steps):
+        for group in optimizer.param_groups:
+            rates[group["name"]].append(group["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
 def test_a_part_follows_its_own_schedule():
     model = make_model()
     parts = {"values": PartOptions(schedule="linear", warmup_ratio=0.2), "keys": PartOptions()}
     optimizer = torch.optim.AdamW(parameter_groups(model, 1.0, 2.0, parts=parts))
     schedule = constant_memory_schedule(optimizer, 10, 0.0, "constant", parts=parts)
-    rates = {group["name"]: [] for group in optimizer.param_groups}
-    for _ in range(11):
-        for group in optimizer.param_groups:
-            rates[group["name"]].append(group["lr"])
-        optimizer.step()
-        schedule.step()
+    rates = rates_of(optimizer, schedule, 11)
     assert rates["values"] == pytest.approx([0, 1, *(2 * (1 - i / 8) for i in range(9))])
     assert set(rates["keys"]) == {2.0}
     assert set(rates["decay"]) == {1.0}
@@ -107,12 +113,7 @@ def test_a_part_can_fall_later_than_the_rest():
     parts = {"values": PartOptions(schedule="linear", decay_ratio=0.25), "keys": PartOptions()}
     optimizer = torch.optim.AdamW(parameter_groups(model, 1.0, 1.0, parts=parts))
     schedule = constant_memory_schedule(optimizer, 8, 0.0, "linear", parts=parts)
-    rates = {group["name"]: [] for group in optimizer.param_groups}
-    for _ in range(9):
-        for group in optimizer.param_groups:
-            rates[group["name"]].append(group["lr"])
-        optimizer.step()
-        schedule.step()
+    rates = rates_of(optimizer, schedule, 9)
     assert rates["values"] == pytest.approx([1, 1, 1, 1, 1, 1, 1, 0.5, 0])
     assert rates["decay"] == pytest.approx([1 - i / 8 for i in range(9)])
     assert set(rates["keys"]) == {1.0}
