@@ -26,11 +26,14 @@ WRITTEN_OUT = {
         "recipe": "short",
         "matrices": "muon",
         "relative_lr": 0.042,
+        "for_steps": 400,
         "schedule": "linear",
         "warmup_ratio": 0.02,
         "parts": {
             "values": {
                 "relative_lr": 0.026,
+                "for_steps": 400,
+                "steps_power": 1.0,
                 "schedule": "constant",
                 "warmup_ratio": 0.02,
                 "by_stream": True,
@@ -105,6 +108,15 @@ def test_a_rate_and_a_multiple_of_the_weights_stand_for_each_other():
     assert (options.parts["keys"].lr, options.parts["keys"].relative_lr) == (None, 0.1)
 
 
+@pytest.mark.parametrize("rate", ["lr", "relative_lr"])
+def test_a_rate_of_the_files_own_is_for_any_number_of_steps(rate):
+    own = FILE | {"optimizer": {rate: 0.01, "parts": {"values": {rate: 0.02}}}}
+    options = TrainOptions.from_dict(own).optimizer
+    assert not options.goes_with_steps
+    assert (options.steps_power, options.parts["values"].steps_power) == (None, None)
+    assert (getattr(options, rate), getattr(options.parts["values"], rate)) == (0.01, 0.02)
+
+
 def test_sections_left_empty_are_filled():
     empty = FILE | {"optimizer": None, "upscale": {"memory": None}}
     assert TrainOptions.from_dict(empty) == TrainOptions.from_dict(FILE)
@@ -139,6 +151,7 @@ def test_what_it_is_not_for_is_refused(changed, message):
 def test_a_studys_method_can_be_a_recipe(tmp_path):
     written_out = copy.deepcopy(WRITTEN_OUT)
     del written_out["optimizer"]["relative_lr"]  # the search has the rate
+    del written_out["optimizer"]["for_steps"]
     grid = {
         "name": "x",
         "run": {"model": "m", "data": {"sources": "t", "seq_len": 8, "max_tokens": 640}},

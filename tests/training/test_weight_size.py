@@ -12,6 +12,7 @@ from tiny import grown, prompt_ids, save_base, tiny_base
 from midus import MemoryConfig, UpscaleConfig, upscale
 from midus.errors import MidusError
 from midus.studies.trials import trial_key
+from midus.training.arguments import count_steps, make_arguments
 from midus.training.controls import apply_control
 from midus.training.dry_run import describe_run
 from midus.training.optim import parameter_groups
@@ -179,3 +180,59 @@ def test_keys_of_trials_that_have_no_such_rate_are_as_before():
 
 def test_grown_blocks_of_tiny_models_do_not_count():
     assert weight_size(grown()) == weight_size(tiny_base())
+
+
+def test_a_rate_for_some_steps_goes_with_those_of_the_run():
+    own = {"relative_lr": 0.02, "for_steps": 400, "steps_power": 1.0}
+    values = {"relative_lr": 0.03, "for_steps": 400, "parts": {"values": own, "keys": {"lr": 1e-2}}}
+    options = make_values(optimizer=values).optimizer.resolved("cpt")
+    assert options.goes_with_steps
+    for steps, by, of_values in ((400, 1.0, 1.0), (50, 2.0, 8.0), (3200, 0.5, 0.125), (None, 1, 1)):
+        rates = options.absolute(0.1, steps)
+        assert rates.lr == pytest.approx(3e-3 * by)
+        assert rates.parts["values"].lr == pytest.approx(2e-3 * of_values)
+        assert rates.parts["keys"].lr == 1e-2
+        assert not rates.goes_with_steps
+    plain = make_values(optimizer={"relative_lr": 0.03}).optimizer.resolved("cpt")
+    assert plain.absolute(0.1, 50) == plain.absolute(0.1, 3200)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ({"for_steps": 400}, "optimizer.for_steps=400 is what a relative_lr is for"),
+        ({"lr": 1e-3, "for_steps": 400}, "give relative_lr, or leave it out"),
+        ({"relative_lr": 0.1, "for_steps": 0}, "for_steps=0 must be a whole number"),
+        ({"relative_lr": 0.1, "for_steps": 1.5}, "for_steps=1.5 must be a whole number"),
+        ({"relative_lr": 0.1, "steps_power": 1}, "optimizer.steps_power=1 says how a rate falls"),
+        ({"relative_lr": 0.1, "for_steps": 9, "steps_power": 2}, "steps_power=2 must be a number"),
+        ({"parts": {"values": {"for_steps": 400}}}, "a part's for_steps=400"),
+    ],
+)
+def test_steps_of_no_rate_are_refused(optimizer, message):
+    with pytest.raises(MidusError, match=message):
+        make_values(optimizer=optimizer)
+
+
+def test_a_run_counts_its_steps_and_says_the_rates(tmp_path):
+    own = {"values": {"relative_lr": 0.3, "for_steps": 80, "steps_power": 1.0}}
+    rates = {"recipe": "short", "relative_lr": 0.03, "for_steps": 80, "parts": own}
+    options = make_options(tmp_path, optimizer=rates)
+    options = replace(options, optimizer=options.optimizer.resolved("cpt"))
+    said = []
+    trainer, start = make_trainer(options, say=said.append)
+    steps, size = trainer.args.max_steps, weight_size(start.model)
+    assert steps > 0
+    groups = {group["name"]: group["lr"] for group in trainer.create_optimizer().param_groups}
+    assert groups["decay"] == pytest.approx(0.03 * size * (80 / steps) ** (1 / 3))
+    assert groups["values"] == pytest.approx(0.3 * size * 80 / steps)
+    assert [line for line in said if f"values {groups['values']:.2e} for {steps} steps" in line]
+    plan = {group["name"]: group["lr"] for group in describe_run(options)["groups"]}
+    assert plan["values"] == pytest.approx(0.3 * 80 / steps)
+
+
+def test_epochs_are_counted_where_no_steps_are_given(tmp_path):
+    options = make_options(tmp_path, trainer={"num_train_epochs": 1.5, "max_steps": -1})
+    arguments = make_arguments(options, has_held_out=False)
+    assert count_steps(arguments, 100, 8) == 18  # of 12 whole batches a pass
+    assert count_steps(arguments, 7, 8) == 1

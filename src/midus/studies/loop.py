@@ -82,7 +82,7 @@ class Loop:
         """Whether steps have become graphs: not before the optimizer has stepped once."""
         optimizer = options.optimizer
         if optimizer.is_relative:
-            optimizer = optimizer.absolute(weight_size(model))
+            optimizer = optimizer.absolute(weight_size(model), self.num_steps)
         kind = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
         streams = self._streams() if optimizer.is_by_stream else None
         self.optimizer = make_optimizer(model, optimizer, kind, streams)

@@ -10,7 +10,16 @@ from midus.upscaling.methods import METHODS
 _FREE = ("model", "output", "seed", "key_start", "data")
 # numbers of the optimizer, whose kind and groups do count:
 _FREE_OPTIMIZER = (
-    *("recipe", "lr", "relative_lr", "memory_lr", "weight_decay", "adam_beta2"),
+    *(
+        "recipe",
+        "lr",
+        "relative_lr",
+        "for_steps",
+        "steps_power",
+        "memory_lr",
+        "weight_decay",
+        "adam_beta2",
+    ),
     *("warmup_ratio", "schedule", "decay_ratio"),
 )
 # and arguments of the trainer: gradients are clipped whatever the norm is.

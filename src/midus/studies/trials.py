@@ -12,7 +12,14 @@ UNTOUCHED = "untouched"
 # contents.
 _PLACES = ("model", "output", "data", "cuda_graphs")
 # Options that came after trials had been run: while they are as here, keys are as before.
-_LATER = {"relative_lr": None, "by_stream": False, "matrices": "adamw", "decay_ratio": None}
+_LATER = {
+    "relative_lr": None,
+    "by_stream": False,
+    "matrices": "adamw",
+    "decay_ratio": None,
+    "for_steps": None,
+    "steps_power": None,
+}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import math
 import os
 from dataclasses import fields
 from types import UnionType
@@ -98,6 +99,20 @@ def make_arguments(options: TrainOptions, has_held_out: bool, world_size: int = 
         return cls(**values)
     except (TypeError, ValueError, ImportError, OSError) as error:
         raise MidusError(f"trainer: {str(error).splitlines()[0]}") from error
+
+
+def count_steps(arguments: Any, num_examples: int, batch_size: int) -> int:
+    """Steps of a run, before its trainer counts them.
+
+    Args:
+        arguments: Of the trainer.
+        num_examples: Examples of a pass.
+        batch_size: Examples of a step.
+    """
+    if arguments.max_steps > 0:
+        return int(arguments.max_steps)
+    steps: int = math.ceil(arguments.num_train_epochs * (num_examples // batch_size))
+    return max(1, steps)
 
 
 def _arguments_class(stage: str) -> Any:

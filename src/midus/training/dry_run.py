@@ -27,12 +27,12 @@ def describe_run(options: TrainOptions, base_config: Any = None) -> dict[str, An
     else:
         model = make_meta_model(config)
         choose_trainable(model, options.stage, options.trainable)
-    groups = groups_of(model, options.optimizer.absolute(1.0))
     arguments = make_arguments(
         options, has_held_out=bool(options.data.held_out or options.data.eval_sources)
     )
     length = options.data.seq_len if options.stage == "cpt" else options.max_length
     tokens = options.batch_size * length
+    groups = groups_of(model, options.optimizer.absolute(1.0, _steps(options, arguments, tokens)))
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "trainable": count_trainable(model),
@@ -62,13 +62,21 @@ def describe_run(options: TrainOptions, base_config: Any = None) -> dict[str, An
     }
 
 
-def _length(options: TrainOptions, arguments: Any, tokens_a_step: int) -> str:
+def _steps(options: TrainOptions, arguments: Any, tokens_a_step: int) -> int | None:
+    """As many as there are at most, or None where only the data tells."""
     if arguments.max_steps > 0:
-        total = arguments.max_steps * tokens_a_step
-        return f"{arguments.max_steps:,} steps, at most {total:,} tokens"
+        return int(arguments.max_steps)
+    if not options.data.max_tokens:
+        return None
+    return max(1, int(arguments.num_train_epochs * options.data.max_tokens // tokens_a_step))
+
+
+def _length(options: TrainOptions, arguments: Any, tokens_a_step: int) -> str:
+    steps = _steps(options, arguments, tokens_a_step)
+    if steps is not None and arguments.max_steps > 0:
+        return f"{steps:,} steps, at most {steps * tokens_a_step:,} tokens"
     count = arguments.num_train_epochs
     epochs = f"{count:g} epoch{'' if count == 1 else 's'}"
-    if options.data.max_tokens:
-        steps = int(arguments.num_train_epochs * options.data.max_tokens // tokens_a_step)
+    if steps is not None:
         return f"{epochs}, {steps:,} steps or fewer"
     return f"{epochs}; the steps are counted when the data is read"

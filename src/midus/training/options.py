@@ -7,7 +7,7 @@ under ``trainer:``. An unknown key is an error, and every run saves the options 
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from midus.config import MemoryConfig, UpscaleConfig
 from midus.data.options import DataOptions
@@ -25,6 +25,8 @@ SHARDINGS = ("none", "fsdp2")
 MATRICES = ("adamw", "muon")
 PARTS = ("attention", "keys", "values", "value_proj", "output_proj", "bypass", "norms")
 KEY_STARTS = ("random", "queries")
+# How fast rates fall with the steps of a run, where not said otherwise.
+_STEPS_POWER = 1 / 3
 
 # What the recipes set where the file says nothing. The paper's rates suit its 12,100 steps; in a
 # short run the table that starts at zero needs a higher one.
@@ -78,6 +80,10 @@ class PartOptions:
     """Largest rate; default: lr, for keys and values memory_lr."""
     relative_lr: float | None = None
     """In place of lr: a multiple of the size of the base's weights."""
+    for_steps: int | None = None
+    """Steps that relative_lr is for: a run of N has it times (for_steps / N) ** steps_power."""
+    steps_power: float | None = None
+    """How fast relative_lr falls with the steps of a run; default: 1/3, like the whole run's."""
     schedule: str | None = None
     """cosine, linear or constant; default: the run's, for keys and values constant."""
     warmup_ratio: float | None = None
@@ -103,15 +109,13 @@ class PartOptions:
             ("max_grad_norm", 1e6),
         ):
             _number(f"{name} of a part", getattr(self, name), 0.0, largest, optional=True)
-        _check_relative("a part's ", self.lr, self.relative_lr)
+        _check_relative("a part's ", self)
         if not isinstance(self.by_stream, bool):
             raise MidusError(f"by_stream of a part={self.by_stream!r} must be true or false")
 
-    def absolute(self, weight_size: float) -> "PartOptions":
+    def absolute(self, weight_size: float, num_steps: int | None = None) -> "PartOptions":
         """With a rate in the place of a multiple."""
-        if self.relative_lr is None:
-            return self
-        return replace(self, lr=self.relative_lr * weight_size, relative_lr=None)
+        return _absolute(self, weight_size, num_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +128,10 @@ class OptimizerOptions:
     """Largest rate of the schedule; default: the recipe's."""
     relative_lr: float | None = None
     """In place of lr: a multiple of the size of the base's weights, their root mean square."""
+    for_steps: int | None = None
+    """Steps that relative_lr is for: a run of N has it times (for_steps / N) ** steps_power."""
+    steps_power: float | None = None
+    """How fast relative_lr falls with the steps of a run; default: 1/3."""
     memory_lr: float | None = None
     """Constant rate of keys and values; default: the recipe's (paper: lr)."""
     weight_decay: float | None = None
@@ -158,7 +166,7 @@ class OptimizerOptions:
                 f"optimizer.constant_value_proj={self.constant_value_proj!r} must be true or false"
             )
         _number("optimizer.adam_beta2", self.adam_beta2, 0.0, 1.0, optional=True)
-        _check_relative("optimizer.", self.lr, self.relative_lr)
+        _check_relative("optimizer.", self)
         for part in self.parts:
             _one_of("part of optimizer.parts", part, PARTS)
         norms = self.parts.get("norms", PartOptions())
@@ -189,19 +197,28 @@ class OptimizerOptions:
         return any(rate is not None for rate in own)
 
     @property
+    def goes_with_steps(self) -> bool:
+        """Whether any rate depends on the number of steps."""
+        own = [self.for_steps, *(part.for_steps for part in self.parts.values())]
+        return any(steps is not None for steps in own)
+
+    @property
     def is_by_stream(self) -> bool:
         """Whether any part's rate goes with the stream before each block."""
         return any(part.by_stream for part in self.parts.values())
 
-    def absolute(self, weight_size: float) -> "OptimizerOptions":
-        """With rates in the place of multiples of the size of the base's weights."""
-        lr = self.lr if self.relative_lr is None else self.relative_lr * weight_size
+    def absolute(self, weight_size: float, num_steps: int | None = None) -> "OptimizerOptions":
+        """With rates in the place of multiples of the size of the base's weights.
+
+        Args:
+            weight_size: What they are multiples of.
+            num_steps: Steps of the run, for rates that go with them; None: as many as they are for.
+        """
+        made = _absolute(self, weight_size, num_steps)
         return replace(
-            self,
-            lr=lr,
-            relative_lr=None,
-            memory_lr=lr if self.memory_lr is None else self.memory_lr,
-            parts={name: own.absolute(weight_size) for name, own in self.parts.items()},
+            made,
+            memory_lr=made.lr if self.memory_lr is None else self.memory_lr,
+            parts={name: own.absolute(weight_size, num_steps) for name, own in self.parts.items()},
         )
 
 
@@ -343,12 +360,42 @@ def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
         raise MidusError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}")
 
 
-def _check_relative(owner: str, lr: float | None, relative_lr: Any) -> None:
+def _check_relative(owner: str, options: PartOptions | OptimizerOptions) -> None:
+    lr, relative_lr, for_steps = options.lr, options.relative_lr, options.for_steps
     _number(f"{owner}relative_lr", relative_lr, 0.0, 10, optional=True)
     if lr is not None and relative_lr is not None:
         raise MidusError(
             f"{owner}lr={lr} and relative_lr={relative_lr} exclude each other; leave one out"
         )
+    _number(f"{owner}steps_power", options.steps_power, 0.0, 1.0, optional=True)
+    if for_steps is None and options.steps_power is not None:
+        raise MidusError(
+            f"{owner}steps_power={options.steps_power} says how a rate falls with the steps of a "
+            "run; give for_steps, the steps that relative_lr is for, or leave it out"
+        )
+    if for_steps is None:
+        return
+    if not isinstance(for_steps, int) or isinstance(for_steps, bool) or for_steps < 1:
+        raise MidusError(f"{owner}for_steps={for_steps!r} must be a whole number of at least 1")
+    if relative_lr is None:
+        raise MidusError(
+            f"{owner}for_steps={for_steps} is what a relative_lr is for; give relative_lr, or "
+            "leave it out"
+        )
+
+
+_Rates = TypeVar("_Rates", PartOptions, OptimizerOptions)
+
+
+def _absolute(options: _Rates, weight_size: float, num_steps: int | None) -> _Rates:
+    """With a rate in the place of a multiple, and no steps that it is for."""
+    lr, for_steps = options.relative_lr, options.for_steps
+    if lr is None:
+        return options
+    if for_steps is not None and num_steps is not None:
+        power = _STEPS_POWER if options.steps_power is None else options.steps_power
+        lr *= (for_steps / num_steps) ** power
+    return replace(options, lr=lr * weight_size, relative_lr=None, for_steps=None, steps_power=None)
 
 
 def _number(name: str, value: Any, smallest: float, largest: float, optional: bool = False) -> None:

@@ -22,18 +22,22 @@ _MEMORY = {
 # Both are for runs of hundreds of steps, and were chosen in docs/results/quality.md on a base whose
 # weights have size 0.19. Keys are compared with queries that a norm has scaled, whatever the base.
 _RECIPES: dict[str, dict[str, Any]] = {
-    # Rates of 8e-3 and, for the table, 5e-3 there; what writes into the stream goes with its size.
+    # Rates of 8e-3 and, for the table, 5e-3 there in 400 steps; what writes into the stream goes
+    # with its size. A table at a constant rate comes as far in any number of steps.
     "short": {
         "key_start": "queries",
         "optimizer": {
             "recipe": "short",
             "matrices": "muon",
             "relative_lr": 0.042,
+            "for_steps": 400,
             "schedule": "linear",
             "warmup_ratio": 0.02,
             "parts": {
                 "values": {
                     "relative_lr": 0.026,
+                    "for_steps": 400,
+                    "steps_power": 1.0,
                     "schedule": "constant",
                     "warmup_ratio": 0.02,
                     "by_stream": True,
@@ -63,8 +67,9 @@ _RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 
-# What the recipe leaves out where the file has the other.
-_IN_PLACE_OF = {"relative_lr": "lr", "lr": "relative_lr"}
+# What the recipe leaves out where the file has a rate of its own.
+_RATES = ("lr", "relative_lr")
+_OF_A_RATE = (*_RATES, "for_steps", "steps_power")
 
 
 def with_recipe(values: Any) -> Any:
@@ -99,9 +104,10 @@ def with_recipe(values: Any) -> Any:
 
 def _filled(own: dict[str, Any], recipe: dict[str, Any], where: str = "") -> dict[str, Any]:
     filled = dict(own)
+    has_rate = any(own.get(name) is not None for name in _RATES)
     for name, value in recipe.items():
         said = filled.get(name)
-        if filled.get(_IN_PLACE_OF.get(name, "")) is not None:
+        if has_rate and name in _OF_A_RATE:
             continue
         if not isinstance(value, dict):
             filled.setdefault(name, value)

@@ -20,7 +20,7 @@ from midus.models.fused_base import fuse_blocks
 from midus.models.loading import load_tokenizer
 from midus.models.record import inserted_positions
 from midus.reports import conditions, machine_name
-from midus.training.arguments import make_arguments
+from midus.training.arguments import count_steps, make_arguments
 from midus.training.checkpoint import last_checkpoint, replace_text, write_weights
 from midus.training.continuing import MODEL_NAME, open_run
 from midus.training.controls import causal_lm
@@ -139,7 +139,8 @@ def make_trainer(
         fuse_blocks(causal_lm(start.model))
     use_chunked_loss(causal_lm(start.model), options.loss_chunk)
     _warn_of_first_block(options, start, say)
-    options = replace(options, optimizer=_rates(options.optimizer, start, say))
+    num_steps = count_steps(arguments, len(train_data), options.batch_size)
+    options = replace(options, optimizer=_rates(options.optimizer, start, num_steps, say))
     trainer = _make_trainer(options, arguments, start, train_data, held_out, tokenizer)
     trainer.cuda_graphs = options.cuda_graphs
     _refuse_too_few(len(trainer.train_dataset), options.batch_size)
@@ -172,15 +173,22 @@ def _warn_of_first_block(options: TrainOptions, start: Start, say: Callable[[str
 
 
 def _rates(
-    optimizer: OptimizerOptions, start: Start, say: Callable[[str], None]
+    optimizer: OptimizerOptions, start: Start, num_steps: int, say: Callable[[str], None]
 ) -> OptimizerOptions:
     """With rates in the place of multiples of the size of the base's weights, and says them."""
     if not optimizer.is_relative:
         return optimizer
     size = from_first_rank(None if start.is_empty else weight_size(start.model))
-    optimizer = optimizer.absolute(size)
-    say(f"the base's weights have size {size:.4f}, which makes lr {optimizer.lr:.2e}")
-    return optimizer
+    rates = optimizer.absolute(size, num_steps)
+    steps = f" for {num_steps:,} steps" if optimizer.goes_with_steps else ""
+    own = [
+        f"{name} {part.lr:.2e}"
+        for name, part in rates.parts.items()
+        if optimizer.parts[name].relative_lr is not None
+    ]
+    said = ", ".join([f"lr {rates.lr:.2e}", *own])
+    say(f"the base's weights have size {size:.4f}, which makes {said}{steps}")
+    return rates
 
 
 def _start_keys(trainer: Any, options: TrainOptions, sharded: bool) -> None:
