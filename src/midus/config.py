@@ -14,7 +14,7 @@ from midus.errors import MidusError
 
 QUERY_NORMS = ("none", "batch", "layer")
 VALUE_KINDS = ("hive", "shared", "independent")
-BYPASSES = ("none", "attention", "stream", "both")
+BYPASSES = ("none", "attention", "stream", "both", "joined")
 KEY_INITS = ("uniform", "normal")
 VALUE_PROJ_INITS = ("normal", "identity")
 # Far beyond any use, and small enough that no product of sizes overflows.
@@ -77,7 +77,8 @@ class MemoryConfig:
     """Add a linear map after the memory, started as the identity (beyond the paper)."""
     bypass: str = "none"
     """A linear map beside the memory, started at zero: none, attention (of what attention found),
-    stream (of what attention reads) or both; beyond the paper."""
+    stream (of what attention reads), both, or joined (of what attention and memory found, added
+    up); beyond the paper."""
     key_init: str = "uniform"
     """Start of the sub-keys: uniform in ±1/sqrt(width) or normal with std 1/sqrt(width)."""
     value_proj_init: str = "normal"
@@ -107,6 +108,11 @@ class MemoryConfig:
                 object.__setattr__(self, name, self.kind != "hml")
         _one_of("query_norm", self.query_norm, QUERY_NORMS)
         _one_of("bypass", self.bypass, BYPASSES)
+        if self.bypass == "joined" and self.memory_output_proj:
+            raise MidusError(
+                "bypass='joined' maps what the memory found together with attention's, and "
+                "memory_output_proj=True would map it twice; leave one of them out"
+            )
         _one_of("key_init", self.key_init, KEY_INITS)
         _one_of("value_proj_init", self.value_proj_init, VALUE_PROJ_INITS)
         for name in ("key_scale", "value_proj_scale"):
@@ -147,9 +153,11 @@ class UpscaleConfig:
     method: str = "midus"
     """Up-scaling method: midus inserts memory blocks; `midus methods` lists the others."""
     num_inserted: int | None = None
-    """Number of inserted blocks (paper: D); default: half of the base's blocks."""
+    """Number of inserted blocks (paper: D); default: half of the base's blocks, or the
+    placement's own number."""
     placement: str | None = None
-    """Placement: distributed, llama_pro, top_heavy or bottom_heavy; default: the method's."""
+    """Placement: distributed, llama_pro, top_heavy, bottom_heavy or dense (five for six of the
+    base's, none at its first; beyond the paper); default: the method's."""
     positions: tuple[int, ...] | None = None
     """Indices of the inserted blocks in the final stack, instead of a placement policy."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)

@@ -69,9 +69,13 @@ class CorrectionMeter:
     """Averages ``||correction||`` and ``||correction|| / ||x||`` of a memory block over tokens.
 
     The correction is the memory's own; what a ``bypass`` adds beside it is left out.
+
+    Args:
+        block: The memory block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block: Any) -> None:
+        self._block = block
         self._stream = torch.empty(0)  # [B, T]
         self._sums = torch.zeros(2, dtype=torch.float64)
         self._num_tokens = 0
@@ -80,6 +84,8 @@ class CorrectionMeter:
         self._stream = args[0].float().norm(dim=-1)
 
     def see_correction(self, _: Any, __: Any, correction: Tensor) -> None:
+        if self._block.is_joined:  # mapped later, with what attention found
+            correction = self._block.bypass(correction)
         sizes = correction.float().norm(dim=-1)
         ratios = sizes / self._stream.clamp_min(torch.finfo(torch.float32).tiny)
         sums = torch.stack([sizes.double().sum(), ratios.double().sum()])
@@ -100,7 +106,7 @@ def measuring_corrections(blocks: dict[int, Any]) -> Iterator[dict[int, Correcti
     """Meters by layer index, fed by whatever runs the blocks' model inside."""
     meters, hooks = {}, []
     for index, block in blocks.items():
-        meters[index] = meter = CorrectionMeter()
+        meters[index] = meter = CorrectionMeter(block)
         hooks.append(block.register_forward_pre_hook(meter.see_stream))
         hooks.append(block.memory_output_proj.register_forward_hook(meter.see_correction))
     try:

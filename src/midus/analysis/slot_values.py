@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from midus.memory.hive import HiveValues, IndependentValues, SharedValues
-from midus.memory.output_proj import MemoryOutputProj
 
 _SLOTS_AT_ONCE = 4096
 _TOKENS_AT_ONCE = 8192
@@ -48,9 +47,8 @@ def written_values(block: Any, head: int, slots: Tensor) -> Tensor:
     if _is_headwise(block.memory):
         width = values.shape[-1]
         values = F.pad(values, (head * width, (block.memory.num_heads - 1 - head) * width))
-    projection = block.memory_output_proj
-    if isinstance(projection, MemoryOutputProj):
-        values = F.linear(values, projection.weight.float())
+    if block.memory_map is not None:
+        values = F.linear(values, block.memory_map.float())
     return values
 
 
@@ -60,7 +58,7 @@ def value_norms(block: Any) -> Tensor:
     layer = block.memory
     is_headwise = _is_headwise(layer)
     # In a slice of its own a value is as long as in the stream; a projection may change that.
-    is_plain = is_headwise and not isinstance(block.memory_output_proj, MemoryOutputProj)
+    is_plain = is_headwise and block.memory_map is None
     device = next(layer.parameters()).device
     norms = torch.empty(layer.num_heads if is_headwise else 1, layer.num_slots)
     for head in range(len(norms)):

@@ -148,7 +148,9 @@ def _memory_token_bytes(memory: Memory, types: Types) -> int:
     saved = width * memory.hidden if memory.has_output_proj else 0
     if memory.has_query_proj and (memory.has_residual or memory.has_attention_proj):
         saved += width * memory.hidden  # what the query projection reads
-    if memory.bypasses_attention and memory.has_attention_proj and memory.has_residual:
+    if memory.bypass == "joined":
+        saved += width * memory.hidden  # the sum of both
+    elif memory.bypasses_attention and memory.has_attention_proj and memory.has_residual:
         saved += width * memory.attended  # what the bypass reads; else others keep it anyway
     has_own_queries = memory.has_query_proj or memory.has_query_norm
     queries = memory.attended if has_own_queries else 0  # else they are attention's output

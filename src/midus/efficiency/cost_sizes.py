@@ -42,7 +42,7 @@ class Memory:
     has_query_norm: bool
     has_output_proj: bool
     bypass: str
-    """What a linear map beside it reads: none, attention, stream or both."""
+    """What a linear map beside it reads: none, attention, stream or both; or joined."""
     has_residual: bool
     has_attention_proj: bool
     key_params: int
@@ -57,7 +57,7 @@ class Memory:
 
     @property
     def bypasses_attention(self) -> bool:
-        return self.bypass in ("attention", "both")
+        return self.bypass in ("attention", "both", "joined")
 
     @property
     def bypasses_stream(self) -> bool:

@@ -3,7 +3,8 @@
 Paper, Section 4.1, Eq. 2. It stands before its anchor, a block of the base, and copies that
 block's attention and the norm before it; where the paper's duplicated block has an FFN it has a
 memory layer. The layer's values start at zero, so a fresh block returns its input. Beyond the
-paper, ``bypass`` adds ``W_b Attn'(LN(x))``, ``W_b LN(x)`` or both, with W_b zero at the start.
+paper, ``bypass`` adds ``W_b Attn'(LN(x))``, ``W_b LN(x)`` or both, with W_b zero at the start; or
+it is joined, ``M(x) = x + W_b (Attn'(LN(x)) + Mem(.))``.
 """
 
 from typing import Any
@@ -72,6 +73,13 @@ class MemoryBlock(GradientCheckpointingLayer):
         self.memory_output_proj = (
             MemoryOutputProj(config.hidden_size) if memory.memory_output_proj else nn.Identity()
         )
+        self.is_joined = memory.bypass == "joined"
+        if self.is_joined and width != config.hidden_size:
+            raise MidusError(
+                f"bypass='joined' adds what the memory writes ({config.hidden_size} wide) to the "
+                f"head outputs ({config.num_attention_heads} heads of {head_dim(config)}: {width} "
+                "wide); use bypass='attention' with memory_output_proj on this base"
+            )
         self.bypass_reads_attention = memory.bypass != "stream"
         self.bypass_reads_stream = memory.bypass in ("stream", "both")
         read_dims = (width,) if self.bypass_reads_attention else ()
@@ -115,19 +123,27 @@ class MemoryBlock(GradientCheckpointingLayer):
             attended = self.head_outputs(attended)  # [B, T, H * E]
         read = hidden_states + attended if self.attention_residual else attended
         correction: Tensor = self.memory_output_proj(self.memory(read))  # [B, T, D]
-        if self.bypass is not None:
-            found = (attended,) if self.bypass_reads_attention else ()
-            stream = (normed,) if self.bypass_reads_stream else ()
-            correction = correction + self.bypass(*found, *stream)
-        return correction
+        if self.bypass is None:
+            return correction
+        if self.is_joined:
+            return self.bypass(attended + correction)  # type: ignore[no-any-return]  # a module's call
+        found = (attended,) if self.bypass_reads_attention else ()
+        stream = (normed,) if self.bypass_reads_stream else ()
+        return correction + self.bypass(*found, *stream)  # type: ignore[no-any-return]  # likewise
 
     @torch.no_grad()
     def scale_correction(self, factor: float) -> None:
         """Multiplies what the block adds, by the weights that it is linear in."""
-        for table in self.memory.value_tables():
+        for table in () if self.is_joined else self.memory.value_tables():
             table.mul_(factor)
         if self.bypass is not None:
             self.bypass.weight.mul_(factor)
+
+    @property
+    def memory_map(self) -> Tensor | None:
+        """The matrix that what the memory found goes through; None where it is added as it is."""
+        mapped = self.bypass if self.is_joined else self.memory_output_proj
+        return mapped.weight if isinstance(mapped, Bypass | MemoryOutputProj) else None
 
     def _forward_gated(self, hidden_states: Tensor, gate: float, kwargs: dict[str, Any]) -> Tensor:
         cache = kwargs.get("past_key_values")

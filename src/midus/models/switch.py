@@ -80,7 +80,8 @@ class MemorySwitch:
     def fold_memory_gates(self) -> None:
         """Makes the gates part of the weights, for good: a checkpoint then has them.
 
-        Values and bypass of each block are multiplied by its gate, which is 1 afterwards.
+        Values and bypass of each block, where they are joined the bypass alone, are multiplied by
+        its gate, which is 1 afterwards.
         """
         decoder: Any = self.base_model  # type: ignore[attr-defined]
         with _LOCK:

@@ -10,6 +10,7 @@ from typing import Any
 from midus.errors import MidusError
 
 _FALLING = {"schedule": "cosine", "warmup_ratio": 0.02}
+_STEADY = {"schedule": "constant", "warmup_ratio": 0.02}
 # A table for every head, which reads stream and attention by keys among the base's queries.
 _MEMORY = {
     "kind": "hml",
@@ -19,30 +20,53 @@ _MEMORY = {
     "query_norm": "layer",
     "key_scale": 3.5,
 }
-# Both are for runs of hundreds of steps, and were chosen in docs/results/quality.md on a base whose
+# Matrices by Muon: 8e-3 in 400 steps on the base below.
+_MUON = {
+    "recipe": "short",
+    "matrices": "muon",
+    "relative_lr": 0.042,
+    "for_steps": 400,
+    "schedule": "linear",
+    "warmup_ratio": 0.02,
+}
+_KEYS = {"lr": 1e-2, **_FALLING}
+# All are for runs of hundreds of steps, and were chosen in docs/results/quality.md on a base whose
 # weights have size 0.19. Keys are compared with queries that a norm has scaled, whatever the base.
+# What writes into the stream goes with its size.
 _RECIPES: dict[str, dict[str, Any]] = {
-    # Rates of 8e-3 and, for the table, 5e-3 there in 400 steps; what writes into the stream goes
-    # with its size. A table at a constant rate comes as far in any number of steps.
+    # Many blocks with small tables, whose output shares a map with attention's: 1e-2 for the table
+    # there.
     "short": {
         "key_start": "queries",
         "optimizer": {
-            "recipe": "short",
-            "matrices": "muon",
-            "relative_lr": 0.042,
-            "for_steps": 400,
-            "schedule": "linear",
-            "warmup_ratio": 0.02,
+            **_MUON,
+            "parts": {
+                "values": {"relative_lr": 0.053, "for_steps": 400, "steps_power": 0.5, **_STEADY},
+                "keys": _KEYS,
+                "bypass": {"by_stream": True},
+            },
+        },
+        "upscale": {
+            "method": "midus",
+            "placement": "dense",
+            "memory": {**_MEMORY, "num_subkeys": 16, "top_k": 8, "bypass": "joined"},
+        },
+    },
+    # As many parameters in half as many blocks as the base has, with larger tables: 5e-3 for them.
+    # At a constant rate a table comes as far in any number of steps.
+    "short_half": {
+        "key_start": "queries",
+        "optimizer": {
+            **_MUON,
             "parts": {
                 "values": {
                     "relative_lr": 0.026,
                     "for_steps": 400,
                     "steps_power": 1.0,
-                    "schedule": "constant",
-                    "warmup_ratio": 0.02,
+                    **_STEADY,
                     "by_stream": True,
                 },
-                "keys": {"lr": 1e-2, **_FALLING},
+                "keys": _KEYS,
                 "bypass": {"by_stream": True},
                 "output_proj": {"by_stream": True},
             },
@@ -52,7 +76,7 @@ _RECIPES: dict[str, dict[str, Any]] = {
             "memory": {**_MEMORY, "bypass": "attention", "memory_output_proj": True},
         },
     },
-    # The same by AdamW alone, which learns less and forgets less: 6e-3 and 3e-2 there.
+    # The like by AdamW alone, which learns less and forgets less: 6e-3 and 3e-2 there.
     "short_adamw": {
         "key_start": "queries",
         "optimizer": {
@@ -60,7 +84,7 @@ _RECIPES: dict[str, dict[str, Any]] = {
             "relative_lr": 0.032,
             "parts": {
                 "values": {"relative_lr": 0.16, **_FALLING},
-                "keys": {"lr": 1e-2, **_FALLING},
+                "keys": _KEYS,
             },
         },
         "upscale": {"method": "midus", "memory": {**_MEMORY, "bypass": "both"}},
@@ -70,6 +94,8 @@ _RECIPES: dict[str, dict[str, Any]] = {
 # What the recipe leaves out where the file has a rate of its own.
 _RATES = ("lr", "relative_lr")
 _OF_A_RATE = (*_RATES, "for_steps", "steps_power")
+# And where it says itself where blocks stand.
+_OF_PLACES = ("placement",)
 
 
 def with_recipe(values: Any) -> Any:
@@ -108,6 +134,8 @@ def _filled(own: dict[str, Any], recipe: dict[str, Any], where: str = "") -> dic
     for name, value in recipe.items():
         said = filled.get(name)
         if has_rate and name in _OF_A_RATE:
+            continue
+        if own.get("positions") is not None and name in _OF_PLACES:
             continue
         if not isinstance(value, dict):
             filled.setdefault(name, value)

@@ -105,7 +105,7 @@ def remarks(memory: MemoryConfig) -> list[str]:
     """What a user should know about settings that are allowed but surprising."""
     if memory.top_k == 1 and memory.kind != "ultramem":
         constant = "top_k=1: the softmax over one slot is constant, so "
-        if memory.bypass in ("attention", "both"):
+        if memory.bypass in ("attention", "both", "joined"):
             return [
                 f"{constant}the memory's keys receive no gradient; q/k/v of the memory blocks "
                 "train through the bypass alone"

@@ -1,10 +1,12 @@
 """Where inserted blocks stand: anchors (indices in the base) and positions (in the final stack).
 
 Paper, Appendix "DUS Placement Policy". A policy gives anchors; whether a block stands before its
-anchor (MIDUS, Eq. 4) or after it (interleaved copies, Eq. 3) is the method's side.
+anchor (MIDUS, Eq. 4) or after it (interleaved copies, Eq. 3) is the method's side. Dense is beyond
+the paper.
 """
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Literal
 
 from midus.config import UpscaleConfig
@@ -25,13 +27,28 @@ def _first(num_base_layers: int, num_inserted: int) -> list[int]:
     return list(range(num_inserted))
 
 
+def _spread_after_first(num_base_layers: int, num_inserted: int) -> list[int]:
+    # Before the first block the stream is smallest, and a block there does harm in short runs.
+    if num_inserted >= num_base_layers:
+        raise MidusError(
+            f"num_inserted={num_inserted} is too many for placement='dense' on a base of "
+            f"{num_base_layers} blocks, the first of which it leaves out; choose 1 to "
+            f"{num_base_layers - 1}, or another placement"
+        )
+    step = Fraction(num_base_layers - 2, max(num_inserted - 1, 1))
+    return [round(1 + j * step) for j in range(num_inserted)]
+
+
 # The paper's Distributed and Llama Pro lists are one anchor schedule on two sides.
 PLACEMENTS: dict[str, Callable[[int, int], list[int]]] = {
     "distributed": _spread,
     "llama_pro": _spread,
     "top_heavy": _last,
     "bottom_heavy": _first,
+    "dense": _spread_after_first,
 }
+# How many blocks a placement inserts for so many of the base, where not one for two.
+_SHARES = {"dense": Fraction(5, 6)}
 
 
 def place(placement: str, num_base_layers: int, num_inserted: int) -> list[int]:
@@ -56,8 +73,10 @@ def choose_anchors(
     """The anchors a user asks for: by positions, by a placement, or by the method's own."""
     if config.positions is not None:
         return anchors_of(config.positions, num_base_layers, side)
-    num_inserted = config.num_inserted or max(num_base_layers // 2, 1)
-    return place(config.placement or placement, num_base_layers, num_inserted)
+    policy = config.placement or placement
+    share = _SHARES.get(policy, Fraction(1, 2))
+    num_inserted = config.num_inserted or max(int(num_base_layers * share), 1)
+    return place(policy, num_base_layers, num_inserted)
 
 
 def positions_of(anchors: Sequence[int], side: Side) -> list[int]:
