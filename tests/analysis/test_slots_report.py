@@ -328,10 +328,22 @@ def test_a_bypass_is_no_part_of_the_correction(bypass):
     model, ids = grown(memory=memory), text()
     for block in analyze_slots(model, Words(), ids, window=24).blocks:
         seen = choices(model, block.index, ids)
-        written = seen["correction"].norm(dim=-1).mean().item()
+        correction = seen["correction"]
+        if bypass == "joined":
+            correction = correction @ model.model.layers[block.index].bypass.weight.T
+        written = correction.norm(dim=-1).mean().item()
         assert block.correction_norm == pytest.approx(written, rel=1e-4)
         whole = (seen["y"] - seen["x"]).norm(dim=-1).mean().item()
         assert whole != pytest.approx(written, rel=1e-2)
+
+
+def test_slots_of_a_joined_bypass_write_through_its_map():
+    model = grown(memory=MemoryConfig(num_subkeys=8, values="independent", bypass="joined"))
+    block = model.model.layers[1]
+    value, weight = block.memory.values.values[2, 5], block.bypass.weight  # [8] and [32, 32]
+    found = written_values(block, 2, torch.tensor([5]))[0]
+    torch.testing.assert_close(found, weight[:, 16:24] @ value, rtol=1e-4, atol=1e-5)
+    assert value_norms(block)[2, 5].item() == pytest.approx(found.norm().item(), rel=1e-4)
 
 
 def test_the_block_with_the_largest_corrections_is_described():

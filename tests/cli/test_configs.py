@@ -342,8 +342,8 @@ def test_smoke_runs(midus, tmp_path, monkeypatch):
 
 def test_the_run_by_the_recipe_is_the_one_that_was_measured():
     run = read_options(ROOT / "configs" / "smollm2-135m" / "math_short.yaml")
-    grid = read_study(ROOT / "studies" / "long_muon.yaml")
-    (trial,) = [trial for trial in search_trials(grid) if trial.method == "recipe"]
+    grid = read_study(ROOT / "studies" / "equal_parameters.yaml")
+    (trial,) = [trial for trial in search_trials(grid) if trial.method == "dense"]
     for name in ("upscale", "key_start", "batch_size"):
         assert getattr(run, name) == getattr(trial.options, name), name
     # Studies resolve the rates that a file leaves to its recipe.

@@ -209,18 +209,21 @@ def test_activations_of_a_bypass_are_what_autograd_saves(kind, tolerance, precis
     measured = [kept_for_backward(config, precision, batch=2, length=24) for config in both]
     predicted = [saved_bytes(read_stack(config), 2, 24, precision, PLAIN) for config in both]
     assert predicted[1] == pytest.approx(measured[1], rel=tolerance)
-    # Its own part exactly: what it reads, where nobody else keeps that, and the weight's cast.
-    assert predicted[1] - predicted[0] == measured[1] - measured[0]
+    # Its own part exactly: what it reads, where nobody else keeps that, and the weight's cast. In a
+    # joined one PKM's output is part of a sum, so that what is wrong about it alone differs.
+    if (kind, bypass) != ("pkm", "joined"):
+        assert predicted[1] - predicted[0] == measured[1] - measured[0]
 
 
 @pytest.mark.parametrize("kind", MEMORY_LAYERS)
 @each_bypass
 def test_a_bypass_is_a_matrix_a_block_more(kind, bypass):
-    # Heads of 24 on a stream of 64; layers but HML project them to it first.
-    base = tiny_config("qwen3", hidden_size=64, intermediate_size=96, head_dim=24)
+    # Heads of 24 on a stream of 64, where it may be so; layers but HML project them to it first.
+    width = 16 if bypass == "joined" else 24
+    base = tiny_config("qwen3", hidden_size=64, intermediate_size=96, head_dim=width)
     plain, more = (read_stack(bypassed(base, kind, chosen)) for chosen in ("none", bypass))
-    found = 4 * 24 if kind == "hml" else 64
-    numbers = 64 * {"attention": found, "stream": 64, "both": found + 64}[bypass]
+    found = 4 * width if kind == "hml" else 64
+    numbers = 64 * {"attention": found, "stream": 64, "both": found + 64, "joined": 64}[bypass]
     assert more.params_trainable - plain.params_trainable == 2 * numbers
     assert more.inserted.linear - plain.inserted.linear == numbers
     works = [forward_work(model.inserted, 10, 5) for model in (more, plain)]

@@ -151,6 +151,36 @@ def test_a_bypass_adds_its_product_beside_the_memory(case, bypass, family):
     assert seen["written"].abs().mean() > 0.01
 
 
+@pytest.mark.parametrize("case", [name for name, own in BYPASSED.items() if len(own) < 2])
+def test_a_joined_bypass_maps_what_attention_and_memory_found(case):
+    """M(x) = x + W_b (a' + Mem(r)), with r = a', or x + a' where the residual is added."""
+    memory = MemoryConfig(num_subkeys=8, bypass="joined", **BYPASSED[case])
+    model = grown(memory=memory)
+    block, hidden_states, seen = model.model.layers[1], torch.randn(1, 5, 32), {}
+    block.self_attn.register_forward_hook(lambda module, args, out: seen.update(attended=out[0]))
+    block.memory.register_forward_hook(
+        lambda module, args, out: seen.update(read=args[0], written=out)
+    )
+    found = run_block(model, 1, hidden_states)
+    attended = seen["attended"]
+    assert torch.equal(
+        seen["read"], hidden_states + attended if memory.attention_residual else attended
+    )
+    added = torch.einsum("btc,dc->btd", attended + seen["written"], block.bypass.weight)
+    torch.testing.assert_close(found, hidden_states + added, rtol=1e-4, atol=1e-4)
+    assert block.memory_map is block.bypass.weight
+
+
+def test_a_joined_bypass_is_refused_where_it_cannot_be():
+    with pytest.raises(MidusError, match="would map it twice; leave one of them out"):
+        MemoryConfig(bypass="joined", memory_output_proj=True)
+    memory = MemoryConfig(num_subkeys=8, bypass="joined")
+    with pytest.raises(MidusError, match=r"bypass='joined' .*4 heads of 16: 64 wide"):
+        upscale(tiny_base("qwen3", head_dim=16), UpscaleConfig(memory=memory))
+    both = MemoryConfig(num_subkeys=8, bypass="joined", attn_output_proj=True)
+    upscale(tiny_base("qwen3", head_dim=16), UpscaleConfig(memory=both))
+
+
 @each_bypass
 def test_a_bypass_changes_nothing_else_that_a_block_starts_with(bypass):
     base = tiny_base()
@@ -176,7 +206,7 @@ def test_a_bypass_reads_heads_wider_than_the_stream_or_the_stream(bypass, width)
 
 @pytest.mark.parametrize("value", ["yes", True, None])
 def test_a_bypass_of_something_else_is_refused(value):
-    message = f"bypass={value!r} is unknown; choose one of none, attention, stream, both"
+    message = f"bypass={value!r} is unknown; choose one of none, attention, stream, both, joined"
     with pytest.raises(MidusError, match=message):
         MemoryConfig(bypass=value)
 

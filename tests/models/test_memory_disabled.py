@@ -184,6 +184,7 @@ def test_gates_replace_those_before_and_wait_while_disabled():
         *({"kind": kind} for kind in MEMORY_LAYERS),
         {"values": "shared"},
         {"values": "independent", "bypass": "both", "memory_output_proj": True},
+        {"values": "independent", "bypass": "joined"},
     ],
     ids=str,
 )

@@ -20,24 +20,37 @@ MEMORY = {
     "key_scale": 3.5,
 }
 KEYS = {"lr": 1e-2, "schedule": "cosine", "warmup_ratio": 0.02}
+BY_MUON = {
+    "recipe": "short",
+    "matrices": "muon",
+    "relative_lr": 0.042,
+    "for_steps": 400,
+    "schedule": "linear",
+    "warmup_ratio": 0.02,
+}
+STEADY = {"for_steps": 400, "schedule": "constant", "warmup_ratio": 0.02}
 WRITTEN_OUT = {
     "key_start": "queries",
     "optimizer": {
-        "recipe": "short",
-        "matrices": "muon",
-        "relative_lr": 0.042,
-        "for_steps": 400,
-        "schedule": "linear",
-        "warmup_ratio": 0.02,
+        **BY_MUON,
         "parts": {
-            "values": {
-                "relative_lr": 0.026,
-                "for_steps": 400,
-                "steps_power": 1.0,
-                "schedule": "constant",
-                "warmup_ratio": 0.02,
-                "by_stream": True,
-            },
+            "values": {"relative_lr": 0.053, "steps_power": 0.5, **STEADY},
+            "keys": KEYS,
+            "bypass": {"by_stream": True},
+        },
+    },
+    "upscale": {
+        "method": "midus",
+        "placement": "dense",
+        "memory": {**MEMORY, "num_subkeys": 16, "top_k": 8, "bypass": "joined"},
+    },
+}
+HALF = {
+    "key_start": "queries",
+    "optimizer": {
+        **BY_MUON,
+        "parts": {
+            "values": {"relative_lr": 0.026, "steps_power": 1.0, "by_stream": True, **STEADY},
             "keys": KEYS,
             "bypass": {"by_stream": True},
             "output_proj": {"by_stream": True},
@@ -67,7 +80,8 @@ def without_recipe(**more):
 
 
 @pytest.mark.parametrize(
-    ("name", "written_out"), [("short", WRITTEN_OUT), ("short_adamw", BY_ADAMW)]
+    ("name", "written_out"),
+    [("short", WRITTEN_OUT), ("short_half", HALF), ("short_adamw", BY_ADAMW)],
 )
 def test_it_is_what_it_writes_out(name, written_out):
     options = TrainOptions.from_dict(FILE | {"recipe": name})
@@ -85,7 +99,7 @@ def test_what_the_file_says_counts():
     own = FILE | {
         "key_start": "random",
         "optimizer": {"lr": 6e-3, "parts": {"values": {"lr": 1e-2}, "attention": {"lr": 1e-3}}},
-        "upscale": {"num_inserted": 4, "memory": {"num_subkeys": 16}},
+        "upscale": {"num_inserted": 4, "memory": {"num_subkeys": 12}},
     }
     options = TrainOptions.from_dict(own)
     assert options.key_start == "random"
@@ -96,9 +110,17 @@ def test_what_the_file_says_counts():
     assert options.optimizer.parts["values"].schedule == "constant"
     assert options.optimizer.parts["attention"].lr == 1e-3
     assert options.upscale.num_inserted == 4
-    assert options.upscale.memory.num_subkeys == 16
-    assert options.upscale.memory.bypass == "attention"
-    assert own["upscale"] == {"num_inserted": 4, "memory": {"num_subkeys": 16}}  # as it was
+    assert options.upscale.placement == "dense"
+    assert options.upscale.memory.num_subkeys == 12
+    assert options.upscale.memory.bypass == "joined"
+    assert own["upscale"] == {"num_inserted": 4, "memory": {"num_subkeys": 12}}  # as it was
+
+
+def test_positions_stand_in_the_place_of_a_placement():
+    options = TrainOptions.from_dict(FILE | {"upscale": {"positions": [1, 3]}})
+    assert (options.upscale.positions, options.upscale.placement) == ((1, 3), None)
+    own = FILE | {"upscale": {"placement": "distributed"}}
+    assert TrainOptions.from_dict(own).upscale.placement == "distributed"
 
 
 def test_a_rate_and_a_multiple_of_the_weights_stand_for_each_other():
@@ -133,7 +155,10 @@ def test_it_can_be_set_and_taken_back(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"recipe": "long"}, "recipe='long' is unknown; choose one of short, short_adamw"),
+        (
+            {"recipe": "long"},
+            "recipe='long' is unknown; choose one of short, short_half, short_adamw",
+        ),
         ({"recipe": ["short"]}, "is unknown"),
         ({"stage": "sft"}, "use it with stage: cpt"),
         ({"upscale": {"method": "llama_pro"}}, "recipe='short' is for MIDUS-HML"),

@@ -1,7 +1,16 @@
+import itertools
+
 import pytest
 
+from midus.config import UpscaleConfig
 from midus.errors import MidusError
-from midus.upscaling.placement import PLACEMENTS, anchors_of, place, positions_of
+from midus.upscaling.placement import (
+    PLACEMENTS,
+    anchors_of,
+    choose_anchors,
+    place,
+    positions_of,
+)
 
 # The lists printed in the paper's appendix "DUS Placement Policy".
 PAPER = {
@@ -59,12 +68,13 @@ def test_positions_are_the_papers_lists(case):
 @pytest.mark.parametrize("policy", PLACEMENTS)
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_any_number_from_1_to_all_works_and_positions_lead_back_to_anchors(policy, side):
-    for depth in (1, 5, 16, 30):
-        for inserted in range(1, depth + 1):
+    first = 1 if policy == "dense" else 0  # it leaves the base's first block out
+    for depth in (1 + first, 5, 16, 30):
+        for inserted in range(1, depth + 1 - first):
             anchors = place(policy, depth, inserted)
             assert len(set(anchors)) == inserted
             assert anchors == sorted(anchors)
-            assert 0 <= anchors[0] <= anchors[-1] < depth
+            assert first <= anchors[0] <= anchors[-1] < depth
             positions = positions_of(anchors, side)
             assert anchors_of(positions, depth, side) == anchors
 
@@ -99,6 +109,24 @@ def test_impossible_positions_are_refused(positions, side, message):
 def test_impossible_numbers_are_refused(inserted):
     with pytest.raises(MidusError, match=f"num_inserted={inserted} is out of range"):
         place("distributed", 4, inserted)
+
+
+def test_dense_is_five_for_six_spread_evenly_and_none_at_the_first():
+    config = UpscaleConfig(placement="dense")
+    assert choose_anchors(config, 6, "distributed", "before") == [1, 2, 3, 4, 5]
+    anchors = choose_anchors(config, 30, "distributed", "before")
+    assert len(anchors) == 25
+    assert (anchors[0], anchors[-1]) == (1, 29)
+    assert {b - a for a, b in itertools.pairwise(anchors)} == {1, 2}
+    fewer = UpscaleConfig(placement="dense", num_inserted=15)
+    assert choose_anchors(fewer, 30, "distributed", "before") == list(range(1, 30, 2))
+    assert len(choose_anchors(UpscaleConfig(), 30, "distributed", "before")) == 15
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_dense_needs_another_block_than_the_first(depth):
+    with pytest.raises(MidusError, match=f"num_inserted={depth} is too many for placement='dense'"):
+        place("dense", depth, depth)
 
 
 def test_unknown_policy_lists_the_known_ones():
