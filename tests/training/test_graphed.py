@@ -16,7 +16,7 @@ from midus.training import graphed_trainer
 from midus.training.graphed import GraphedStep, why_not_graphed
 from midus.training.graphed_trainer import GraphedStepsMixin
 from midus.training.loss import use_chunked_loss
-from midus.training.options import OptimizerOptions
+from midus.training.optimizer_options import OptimizerOptions
 from midus.training.trainer import CptTrainer
 
 BATCH = ("input_ids", "labels", "num_items_in_batch")

@@ -15,7 +15,7 @@ from midus.memory.base import MemoryLayer
 from midus.training import orthogonal
 from midus.training.muon import MuonBeside, split_for_muon
 from midus.training.optim import constant_memory_schedule, groups_of, make_optimizer
-from midus.training.options import OptimizerOptions, PartOptions
+from midus.training.optimizer_options import OptimizerOptions, PartOptions
 from midus.training.orthogonal import orthogonalize
 from midus.training.run import make_trainer, train
 

@@ -7,7 +7,8 @@ from tiny import grown, prompt_ids, tiny_base
 from midus import MemoryConfig, UpscaleConfig, upscale
 from midus.errors import MidusError
 from midus.training.optim import constant_memory_schedule, make_clipping, parameter_groups
-from midus.training.options import OptimizerOptions, PartOptions, TrainOptions
+from midus.training.optimizer_options import OptimizerOptions, PartOptions
+from midus.training.options import TrainOptions
 
 LEAVES = {
     "attention": {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"},

@@ -12,7 +12,7 @@ from midus import MemoryConfig, UpscaleConfig, upscale
 from midus.errors import MidusError
 from midus.models.block import MemoryBlock
 from midus.training.optim import constant_memory_schedule, group_name, parameter_groups
-from midus.training.options import PartOptions
+from midus.training.optimizer_options import PartOptions
 from midus.training.run import make_trainer, train
 from midus.training.stream_size import FIRST, stream_sizes, streams_of_memory
 from midus.training.watching import read_metrics

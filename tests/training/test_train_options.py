@@ -7,7 +7,8 @@ import yaml
 
 from midus import MidusError
 from midus.config import field_help
-from midus.training.options import OptimizerOptions, TrainOptions, read_options
+from midus.training.optimizer_options import OptimizerOptions
+from midus.training.options import TrainOptions, read_options
 
 RUN = {
     "stage": "cpt",

@@ -16,7 +16,8 @@ from midus.training.arguments import count_steps, make_arguments
 from midus.training.controls import apply_control
 from midus.training.dry_run import describe_run
 from midus.training.optim import parameter_groups
-from midus.training.options import OptimizerOptions, TrainOptions
+from midus.training.optimizer_options import OptimizerOptions
+from midus.training.options import TrainOptions
 from midus.training.run import make_trainer
 from midus.training.starting import start_model
 from midus.training.weight_size import weight_size

@@ -19,7 +19,8 @@ from midus.models.record import set_trainable
 from midus.training.graphed import Batch, GraphedStep, why_not_graphed
 from midus.training.loss import use_chunked_loss
 from midus.training.optim import parameter_groups
-from midus.training.options import OptimizerOptions, TrainOptions
+from midus.training.optimizer_options import OptimizerOptions
+from midus.training.options import TrainOptions
 
 MAX_GRAD_NORM = 1.0
 _LOSS_CHUNK: int = TrainOptions.loss_chunk

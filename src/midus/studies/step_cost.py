@@ -3,7 +3,8 @@
 from typing import Any
 
 from midus.studies.trials import hash_facts
-from midus.training.options import PartOptions, TrainOptions
+from midus.training.optimizer_options import PartOptions
+from midus.training.options import TrainOptions
 from midus.upscaling.methods import METHODS
 
 # What no step takes longer for. Names of places, chance, and what weights start from:

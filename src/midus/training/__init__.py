@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from midus.training.optim import constant_memory_schedule, parameter_groups
-    from midus.training.options import OptimizerOptions, TrainOptions, read_options
+    from midus.training.optimizer_options import OptimizerOptions
+    from midus.training.options import TrainOptions, read_options
     from midus.training.run import TrainResult, train
 
 _HOMES = {

@@ -9,7 +9,8 @@ from midus.training.arguments import make_arguments
 from midus.training.controls import apply_control
 from midus.training.freezing import choose_trainable, count_trainable
 from midus.training.optim import groups_of, is_relative, schedule_of
-from midus.training.options import PartOptions, TrainOptions
+from midus.training.optimizer_options import PartOptions
+from midus.training.options import TrainOptions
 from midus.training.starting import planned_config, target_count
 
 

@@ -21,7 +21,7 @@ from midus.memory.base import MemoryLayer
 from midus.memory.hive import HiveValues
 from midus.models.block import MemoryBlock
 from midus.training.muon import MuonBeside, split_for_muon
-from midus.training.options import OptimizerOptions, PartOptions
+from midus.training.optimizer_options import OptimizerOptions, PartOptions
 
 MEMORY_GROUP = "memory"
 # Groups of keys and values, which the paper trains at a constant rate.

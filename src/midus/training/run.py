@@ -28,7 +28,8 @@ from midus.training.distributed import first_rank_first, from_first_rank, is_fir
 from midus.training.freezing import count_trainable
 from midus.training.key_start import first_batches, start_keys_from_queries
 from midus.training.loss import use_chunked_loss
-from midus.training.options import OptimizerOptions, TrainOptions
+from midus.training.optimizer_options import OptimizerOptions
+from midus.training.options import TrainOptions
 from midus.training.plots import plot_losses
 from midus.training.starting import Start, start_model
 from midus.training.stream_size import streams_of_memory

@@ -31,13 +31,13 @@ from midus.training.distributed import keep_sharding_on_cpu
 from midus.training.graphed_trainer import GraphedStepsMixin
 from midus.training.loss import IGNORED
 from midus.training.optim import constant_memory_schedule, make_clipping, make_optimizer
+from midus.training.optimizer_options import OptimizerOptions
 from midus.training.optimizer_state import (
     is_sharded,
     load_optimizer,
     save_optimizer,
     state_file,
 )
-from midus.training.options import OptimizerOptions
 
 _SCHEDULER = "scheduler.json"
 # Of the held-out tokens, so many count for the use of slots: on each rank its own.
