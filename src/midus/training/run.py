@@ -169,7 +169,7 @@ def _warn_of_first_block(options: TrainOptions, start: Start, say: Callable[[str
         say(
             "warning: a memory block stands before the base's first block, where the stream is "
             "smallest, and at the rates of short runs models learned less and forgot more with one "
-            "there; give upscale.positions without 0, or at most half as many blocks as the base"
+            "there; use upscale.placement: dense, or at most half as many blocks as the base"
         )
 
 
