@@ -334,8 +334,8 @@ def test_a_final_trial_that_is_stopped_goes_on_as_itself(material, tmp_path):
 @pytest.mark.parametrize(
     ("grid", "said"),
     [
-        ("math", "52 of 1,638,400 tokens, then 12 to 21 of 6,553,600 tokens with the final seeds"),
-        ("general", "13, then 0 with the final seeds"),
+        ("math", "56 of 1,638,400 tokens, then 15 to 27 of 6,553,600 tokens with the final seeds"),
+        ("general", "14, then 0 with the final seeds"),
     ],
 )
 def test_the_grids_of_methods_say_their_lengths(midus, tmp_path, grid, said):

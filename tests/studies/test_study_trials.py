@@ -44,18 +44,25 @@ def test_options_that_came_later_leave_the_keys_of_those_without_them():
     assert facts["optimizer"].pop("relative_lr") is None
     assert facts["optimizer"].pop("matrices") == "adamw"
     values = facts["optimizer"]["parts"]["values"]
+    for own in (facts["optimizer"], values):
+        assert (own.pop("for_steps"), own.pop("steps_power")) == (None, None)
     assert (values.pop("relative_lr"), values.pop("by_stream")) == (None, False)
     assert values.pop("decay_ratio") is None
     data = trial.options.data
     facts |= {"seq_len": data.seq_len, "max_tokens": data.max_tokens}
     assert trial.key("id") == hash_facts({"options": facts, "identity": "id"})
+    keys = {trial.key("id")}
     for later in (
         {"optimizer.parts": {"values": {"lr": 1e-2, "by_stream": True}}},
         {"optimizer.parts": {"values": {"lr": 1e-2, "decay_ratio": 0.5}}},
         {"optimizer.matrices": "muon"},
+        {"optimizer.relative_lr": 0.1},
+        {"optimizer.relative_lr": 0.1, "optimizer.for_steps": 400},
+        {"optimizer.relative_lr": 0.1, "optimizer.for_steps": 400, "optimizer.steps_power": 1.0},
     ):
         study = make_study(PLACES, methods={"one": {"set": method | later}}, search={})
-        assert search_trials(study)[0].key("id") != trial.key("id")
+        keys.add(search_trials(study)[0].key("id"))
+    assert len(keys) == 7
 
 
 def test_a_trial_has_the_options_of_run_method_search_and_seed():
