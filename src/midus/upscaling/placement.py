@@ -31,9 +31,9 @@ def _spread_after_first(num_base_layers: int, num_inserted: int) -> list[int]:
     # Before the first block the stream is smallest, and a block there does harm in short runs.
     if num_inserted >= num_base_layers:
         raise MidusError(
-            f"num_inserted={num_inserted} is too many for placement='dense' on a base of "
-            f"{num_base_layers} blocks, the first of which it leaves out; choose 1 to "
-            f"{num_base_layers - 1}, or another placement"
+            f"num_inserted={num_inserted} is too many for placement='dense', which leaves out the "
+            f"first of the base's {num_base_layers} blocks; insert fewer than the base has, or use "
+            "another placement"
         )
     step = Fraction(num_base_layers - 2, max(num_inserted - 1, 1))
     return [round(1 + j * step) for j in range(num_inserted)]
