@@ -280,8 +280,8 @@ def test_a_bypass_is_the_same_checkpointed_and_compiled(bypass):
 @each_bypass
 def test_a_bypass_learns_under_autocast(bypass):
     model, ids = grown(memory=MemoryConfig(num_subkeys=8, bypass=bypass)), prompt_ids(2)
-    for position in model.config.memory_positions:
-        # Slots chosen in bfloat16 may be others; what they hold must not decide here.
+    for position in model.config.memory_positions if bypass == "joined" else ():
+        # It reads the memory, whose slots chosen in bfloat16 may be others: they hold less here.
         model.model.layers[position].memory.values.latent_values.data.mul_(0.1)
     expected = gradients(model, ids)["model.layers.1.bypass.weight"].clone()
     with torch.autocast("cpu", torch.bfloat16):

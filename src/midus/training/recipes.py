@@ -94,8 +94,6 @@ _RECIPES: dict[str, dict[str, Any]] = {
 # What the recipe leaves out where the file has a rate of its own.
 _RATES = ("lr", "relative_lr")
 _OF_A_RATE = (*_RATES, "for_steps", "steps_power")
-# And where it says itself where blocks stand.
-_OF_PLACES = ("placement",)
 
 
 def with_recipe(values: Any) -> Any:
@@ -135,7 +133,7 @@ def _filled(own: dict[str, Any], recipe: dict[str, Any], where: str = "") -> dic
         said = filled.get(name)
         if has_rate and name in _OF_A_RATE:
             continue
-        if own.get("positions") is not None and name in _OF_PLACES:
+        if name == "placement" and own.get("positions") is not None:
             continue
         if not isinstance(value, dict):
             filled.setdefault(name, value)
