@@ -3,10 +3,15 @@
 import pytest
 
 from midus import MidusError
+from midus.efficiency.cost_comparison import name_of, stack_of
+from midus.efficiency.cost_sizes import read_stack
 from midus.efficiency.paper import PAPER, paper_row
 from midus.efficiency.protocol import make_protocol, parse_numbers, parse_skip
 from midus.efficiency.subjects import PAPER_METHODS, Subject, parse_subjects
 from midus.efficiency.sweeps import default_methods, default_values, sweep_points
+from midus.models.shapes import shape_config
+from midus.training.options import TrainOptions
+from midus.upscaling.methods import plan_upscaling
 
 CPU = make_protocol("cpu")
 HML = Subject(method="midus", memory="hml")
@@ -26,6 +31,39 @@ def test_memory_defaults_to_hml_and_placement_to_the_methods():
     assert subject.resolved_placement == "distributed"
 
 
+def test_a_recipe_stands_in_the_place_of_a_memory_layer():
+    config = shape_config("smollm2-135m")
+    plain, dense, half, moved = parse_subjects(
+        "midus:hml,midus:short,midus:short_half,midus:short@top_heavy"
+    )
+    assert (dense.label, dense.resolved_placement) == ("MIDUS recipe: short", "dense")
+    assert (half.label, half.resolved_placement) == ("MIDUS recipe: short_half", "distributed")
+    assert moved.label == "MIDUS recipe: short (top-heavy)"
+    run = {"stage": "cpt", "model": "smollm2-135m", "output": "out", "recipe": "short"}
+    recipe = TrainOptions.from_dict({**run, "data": {"sources": "text.jsonl"}}).upscale
+    grown = dense.grown_config(config)
+    assert grown.memory == plan_upscaling(config, recipe, {})[1].memory
+    assert len(grown.memory_positions) == 25
+    assert len(half.grown_config(config).memory_positions) == 15
+    assert grown.memory != plain.grown_config(config).memory
+    assert moved.grown_config(config).memory == grown.memory
+    wider = dense.changed(num_subkeys=32).grown_config(config).memory
+    assert (wider["num_subkeys"], wider["bypass"]) == (32, "joined")
+
+
+def test_a_row_of_a_recipe_is_predicted_as_it_was_measured():
+    (dense,) = parse_subjects("midus:short")
+    expected = read_stack(dense.grown_config(shape_config("smollm2-135m")))
+    assert stack_of(dense.names(), "smollm2-135m") == expected
+    assert parse_subjects(name_of(dense.names()))[0].names()["placement"] == "dense"
+
+
+def test_a_recipe_is_none_of_the_papers_rows():
+    (half,) = parse_subjects("midus:short_half")
+    assert paper_row("llama-3.1-8b", half.names()) is None
+    assert paper_row("llama-3.1-8b", HML.names()) is not None
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [
@@ -35,6 +73,8 @@ def test_memory_defaults_to_hml_and_placement_to_the_methods():
         ("midus:", "methods='midus:'"),
         ("midus@", "methods='midus@'"),
         ("llama_pro:hml", "which has none"),
+        ("midus:shrot", "'shrot' is no memory layer .*ultramem.* and no recipe .short, "),
+        ("midus:short,midus:short@dense", "names MIDUS recipe: short twice"),
         ("base,base", "names Base twice"),
     ],
 )

@@ -1,10 +1,16 @@
-"""What is measured: a method, its memory layer and its placement, `method[:memory][@placement]`."""
+"""What is measured: a method, its memory layer and its placement, `method[:memory][@placement]`.
+
+In the place of a memory layer may stand a recipe of `midus train`, as in `midus:short`: its blocks
+in their places. How it trains is not part of it.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 from midus.config import MemoryConfig, UpscaleConfig
 from midus.errors import MidusError
+from midus.memory import MEMORY_LAYERS
+from midus.training.recipes import RECIPES, recipe_blocks
 from midus.upscaling.methods import find_method, plan_upscaling
 
 # The rows of the paper's efficiency table.
@@ -30,7 +36,7 @@ class Subject:
 
     method: str
     memory: str | None = None
-    """Memory layer, for midus."""
+    """Memory layer, or a recipe that says what blocks are; for midus."""
     placement: str | None = None
     """None: the method's own."""
     num_subkeys: int | None = None
@@ -43,7 +49,8 @@ class Subject:
         """Its name in tables."""
         parts = [_METHOD_NAMES.get(self.method, self.method)]
         if self.memory:
-            parts.append(_MEMORY_NAMES.get(self.memory, self.memory))
+            named = f"recipe: {self.memory}" if self._recipe else self.memory
+            parts.append(_MEMORY_NAMES.get(self.memory, named))
         if self.placement:
             parts.append(f"({self.placement.replace('_', '-')})")
         return " ".join(parts)
@@ -51,7 +58,12 @@ class Subject:
     @property
     def resolved_placement(self) -> str | None:
         """Where its blocks stand."""
-        return self.placement or find_method(self.method).default_placement
+        own = find_method(self.method).default_placement
+        return self.placement or self._recipe.get("placement", own)
+
+    @property
+    def _recipe(self) -> dict[str, Any]:
+        return recipe_blocks(self.memory) if self.memory in RECIPES else {}
 
     def names(self) -> dict[str, Any]:
         """The columns that say which row it is."""
@@ -69,8 +81,11 @@ class Subject:
             for name in ("num_subkeys", "top_k")
             if (value := getattr(self, name)) is not None
         }
-        memory = MemoryConfig(kind=self.memory, **options) if self.memory else MemoryConfig()
-        upscaling = UpscaleConfig(method=self.method, placement=self.placement, memory=memory)
+        if self.memory:
+            options = {**self._recipe.get("memory", {"kind": self.memory}), **options}
+        placement = self.placement or self._recipe.get("placement")
+        memory = MemoryConfig(**options)
+        upscaling = UpscaleConfig(method=self.method, placement=placement, memory=memory)
         return plan_upscaling(base_config, upscaling, {})[1]
 
     def changed(self, **values: Any) -> "Subject":
@@ -105,6 +120,11 @@ def _parse_subject(text: str) -> Subject:
     if memory and not inserts_memory:
         raise MidusError(
             f"methods={text!r} gives a memory layer to {method!r}, which has none; leave it out"
+        )
+    if memory and memory not in MEMORY_LAYERS and memory not in RECIPES:
+        raise MidusError(
+            f"methods={text!r}: {memory!r} is no memory layer ({', '.join(MEMORY_LAYERS)}) and no "
+            f"recipe ({', '.join(RECIPES)}); use one of them"
         )
     if inserts_memory:
         memory = memory or "hml"

@@ -96,6 +96,14 @@ _RATES = ("lr", "relative_lr")
 _OF_A_RATE = (*_RATES, "for_steps", "steps_power")
 
 
+RECIPES = tuple(_RECIPES)
+
+
+def recipe_blocks(name: str) -> dict[str, Any]:
+    """What blocks a recipe inserts and where, in the words of ``upscale``."""
+    return dict(_RECIPES[name]["upscale"])
+
+
 def with_recipe(values: Any) -> Any:
     """The options of a mapping, with those of its ``recipe`` where it gives none of its own."""
     if not isinstance(values, dict) or "recipe" not in values:
