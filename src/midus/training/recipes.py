@@ -30,9 +30,9 @@ _MUON = {
     "warmup_ratio": 0.02,
 }
 _KEYS = {"lr": 1e-2, **_FALLING}
-# All are for runs of hundreds of steps, and were chosen in docs/results/quality.md on a base whose
-# weights have size 0.19. Keys are compared with queries that a norm has scaled, whatever the base.
-# What writes into the stream goes with its size.
+# All are for runs of hundreds of steps, and were chosen in docs/results/quality_recipe.md on a
+# base whose weights have size 0.19. Keys are compared with queries that a norm has scaled,
+# whatever the base. What writes into the stream goes with its size.
 _RECIPES: dict[str, dict[str, Any]] = {
     # Many blocks with small tables, whose output shares a map with attention's: 1e-2 for the table
     # there.
