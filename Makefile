@@ -38,7 +38,7 @@ check: $(INSTALLED)
 	$(BIN)/codespell README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md docs src tests
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 -m 'not gpu'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu'
 
 # On a machine with a CUDA device: its own tests, and the kernels' tests on it.
 test-gpu: $(INSTALLED)

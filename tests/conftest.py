@@ -4,7 +4,10 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Of processes that tests start: two threads each would wait for each other beside other tests.
+os.environ["OMP_NUM_THREADS"] = "1"
 
+import gc
 import sys
 from dataclasses import dataclass
 
@@ -19,6 +22,17 @@ def pytest_collection_modifyitems(items):
     # Files with slow tests first, so that no process ends long after the others.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_here_stays():
+    # All that is imported; collecting garbage, which every training run does, need not read it.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

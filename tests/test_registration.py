@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from forked import Forks
 from tiny import MEMORY, save_base
 
 from midus import UpscaleConfig, upscale_checkpoint
@@ -34,6 +35,15 @@ LOADS = {
     ),
     "own classes": "from midus.models import MidusLlamaForCausalLM as M; M.from_pretrained(path)",
 }
+BENEATH_TRANSFORMERS = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "tokenizers",
+    "huggingface_hub",
+    "safetensors.torch",
+    "sklearn.metrics",
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +54,27 @@ def checkpoint(tmp_path_factory):
     return folder / "full"
 
 
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    """Processes that have imported neither midus nor transformers, only what transformers does."""
+    forks = Forks(tmp_path_factory.mktemp("fresh"), *BENEATH_TRANSFORMERS)
+    assert not {"midus", "transformers"} & forks.imported
+    yield forks
+    forks.close()
+
+
 @pytest.mark.parametrize("first", ["import midus", "import transformers; import midus"])
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_loading_works_in_a_fresh_process(checkpoint, first, load):
-    code = f"path = {str(checkpoint)!r}\n{first}\n{load}"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
-    assert result.returncode == 0, result.stderr
+def test_loading_works_in_a_fresh_process(checkpoint, fresh, first, load):
+    fresh.run(f"path = {str(checkpoint)!r}\n{first}\n{load}")
 
 
-def test_importing_midus_after_the_auto_classes(checkpoint):
+def test_loading_works_where_nothing_was_imported_before(checkpoint):
+    code = f"path = {str(checkpoint)!r}\nimport midus\n{LOADS['model']}"
+    subprocess.run([sys.executable, "-c", code], check=True, stdin=subprocess.DEVNULL)
+
+
+def test_importing_midus_after_the_auto_classes(checkpoint, fresh):
     code = (
         "from transformers import AutoConfig, AutoModelForCausalLM\n"
         "import midus\n"
@@ -62,15 +82,15 @@ def test_importing_midus_after_the_auto_classes(checkpoint):
         "for name in ('from_pretrained', 'for_model'):\n"
         "    assert 'midus' not in repr(vars(AutoConfig)[name])"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.run(code)
 
 
-def test_other_models_load_as_before(checkpoint):
+def test_other_models_load_as_before(checkpoint, fresh):
     code = (
         "import midus\nfrom transformers import AutoModelForCausalLM as A, LlamaForCausalLM\n"
         f"assert type(A.from_pretrained({str(checkpoint.parent / 'base')!r})) is LlamaForCausalLM"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.run(code)
 
 
 def test_importing_midus_is_light():

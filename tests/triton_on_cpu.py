@@ -1,4 +1,4 @@
-"""Triton kernels on a CPU: its interpreter, with bfloat16 put right.
+"""Triton kernels on a CPU: its interpreter, with bfloat16 put right and half of its time saved.
 
 Imported before anything imports Triton, which reads the variable when kernels are defined. On a
 machine with a CUDA device the kernels run on it instead.
@@ -47,5 +47,25 @@ def mend_bfloat16() -> None:
     InterpreterBuilder.cast_impl = cast_impl
 
 
+def patch_once() -> None:
+    """Lets Triton's language be patched once for each function, and stay so.
+
+    The interpreter goes through all names of the language at every call of a function from a
+    kernel, and of `tl.sum` and its like, which takes longer than what they compute.
+    """
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    def first_time(function):
+        if function not in patched:
+            patched.add(function)
+            patch(function)
+        return interpreter._LangPatchScope()  # nothing to restore
+
+    interpreter._patch_lang = first_time
+
+
 if not HAS_CUDA:
     mend_bfloat16()
+    patch_once()

@@ -1,22 +1,26 @@
 """`kill -9` at any moment, then `--resume`: the weights of a run nobody touched."""
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 import yaml
+from forked import Forks
 from runs import make_options
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
-COMMAND = [sys.executable, "-c", "from midus.cli.main import main; main()", "train"]
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+TRAIN = "from midus.cli.main import main; main()"
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    forks = Forks(tmp_path_factory.mktemp("forks"), "midus.training.run", "trl", "datasets")
+    yield forks
+    forks.close()
 
 
 def write_yaml(folder, name, stage):
@@ -28,15 +32,15 @@ def write_yaml(folder, name, stage):
     return path
 
 
-def killed(path, run, rng):
+def killed(forks, path, run, rng):
     """Runs until a random moment; False if the run was done before.
 
     One time in three the moment may be before the first step, else it is after it.
     """
-    process = subprocess.Popen([*COMMAND, str(path), "--resume"], env=ENV, stderr=subprocess.PIPE)
+    process = forks.start(TRAIN, "train", path, "--resume")
     metrics = run / "metrics.jsonl"
     before = metrics.stat().st_mtime_ns if metrics.is_file() else 0
-    early = time.monotonic() + rng.random() * 8 if rng.random() < 1 / 3 else float("inf")
+    early = time.monotonic() + rng.random() * 3 if rng.random() < 1 / 3 else float("inf")
     while process.poll() is None:
         if time.monotonic() > early:
             process.kill()
@@ -44,25 +48,24 @@ def killed(path, run, rng):
             return True
         if metrics.is_file() and metrics.stat().st_mtime_ns > before:
             time.sleep(rng.random() * 1.5)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            return process.returncode == -signal.SIGKILL
+            process.kill()
+            return process.wait() == -signal.SIGKILL
         time.sleep(0.01)
-    assert process.returncode == 0, process.stderr.read().decode()
+    assert process.returncode == 0, process.stderr
     return False
 
 
 @pytest.mark.parametrize("stage", ["cpt", "sft"])
-def test_killed_runs_end_with_the_weights_of_an_untouched_one(tmp_path, stage):
+def test_killed_runs_end_with_the_weights_of_an_untouched_one(tmp_path, forks, stage):
     seed = random.randrange(10**6)  # drawn afresh: any moment must do
     print(f"seed {seed}")
     whole = write_yaml(tmp_path, "whole", stage)
-    subprocess.run([*COMMAND, str(whole)], env=ENV, check=True, capture_output=True)
+    forks.run(TRAIN, "train", whole)
     path, rng, kills = write_yaml(tmp_path, "killed", stage), random.Random(seed), 0
     for _ in range(4):
-        kills += killed(path, tmp_path / "killed", rng)
+        kills += killed(forks, path, tmp_path / "killed", rng)
     assert kills, "the run was too short to be killed"
-    subprocess.run([*COMMAND, str(path), "--resume"], env=ENV, check=True, capture_output=True)
+    forks.run(TRAIN, "train", path, "--resume")
     name = "delta.safetensors" if stage == "cpt" else "model.safetensors"
     a, b = (load_file(tmp_path / run / "model" / name) for run in ("whole", "killed"))
     assert a.keys() == b.keys()
