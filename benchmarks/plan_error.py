@@ -6,7 +6,8 @@
 
 Reads benchmarks/results/efficiency-SHAPE.json, as `midus bench efficiency` writes them. Which
 values the shares are fitted to stands in `midus.efficiency.cost_comparison.USED`; all others are
-true predictions, and only those count in the summary.
+true predictions, and only those count in the summary. Speeds of a small model, from studies, stand
+apart (`plan_trials.py`).
 """
 
 import argparse
@@ -19,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from plan_trials import compare_trials, read_trials, summarize_trials
 from rich.console import Console
 from rich.table import Table
 
@@ -76,14 +78,21 @@ def compare(
         with console.status(shape):
             rows += compare_rows(result, shape, find_gpu(MEASURED_ON), SHARES)
     print_rows(console, rows)
+    trials = list(compare_trials(read_trials(), find_gpu(MEASURED_ON), SHARES))
+    for trial in trials:
+        console.print(
+            f"{trial['model']} {trial['label']}: {trial['measured'] * 1e3:.1f} ms a step, "
+            f"{trial['predicted'] * 1e3:.1f} predicted, {trial['ratio']:.2f} times that"
+        )
     summary = {
         "hardware": next(iter(results.values()))["hardware"],
         "commit": conditions()["commit"],
         "date": conditions()["date"],
         "results": {shape: result.get("commit") for shape, result in results.items()},
         "columns": summarize_errors(rows),
+        "small": summarize_trials(trials),
     }
-    write_json(folder / "plan-error.json", {**summary, "values": rows})
+    write_json(folder / "plan-error.json", {**summary, "values": rows, "trials": trials})
     if is_kept:
         write_json(ERROR_FILE, summary)
     for column, found in summary["columns"].items():

@@ -1,6 +1,7 @@
 """The cost model against counts by hand, autograd's own tensors, and the stated limits."""
 
 import functools
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -594,10 +595,10 @@ def test_a_measured_run_says_whether_its_blocks_were_fused_and_its_steps_graphed
 
 def test_without_a_comparison_nothing_is_claimed(tmp_path):
     assert read_errors(tmp_path / "plan_error.json") is None
-    (said,) = error_sentences(H200, None)
+    (said,) = error_sentences(H200, None, 4096)
     assert "have not been compared" in said
     found = {"columns": {"train_gb": {"values": 9, "mean": 2.0, "worst": 4.5}}}
-    said, caution, other = error_sentences(find_gpu("h100"), found)
+    said, caution, other = error_sentences(find_gpu("h100"), found, 4096)
     assert "training memory 2.0 % (worst 4.5, 9 values)" in said
     assert "no independent check" in caution
     assert "nothing was measured on it" in other
@@ -605,7 +606,58 @@ def test_without_a_comparison_nothing_is_claimed(tmp_path):
 
 def test_an_error_that_is_no_independent_check_is_not_shown_as_one():
     found = {"values": 2, "mean": 0.0, "worst": 0.2, "used": []}
-    sentences = error_sentences(find_gpu("h200"), {"columns": {"train_gb": found}})
+    sentences = error_sentences(find_gpu("h200"), {"columns": {"train_gb": found}}, 4096)
     assert any("no independent check" in sentence for sentence in sentences)
-    other = error_sentences(find_gpu("h200"), {"columns": {"prefill_ms": found}})
+    other = error_sentences(find_gpu("h200"), {"columns": {"prefill_ms": found}}, 4096)
     assert not any("no independent check" in sentence for sentence in other)
+
+
+def test_narrow_models_are_said_to_be_slower_than_predicted():
+    small = {"model": "m", "hidden_size": 576, "values": 9, "least": 1.34, "median": 1.7, "most": 2}
+    errors = {"columns": {}, "small": small}
+    (*_, said) = error_sentences(H200, errors, 768)
+    assert "hidden_size=768" in said
+    assert "steps of m (576) took 1.3 to 2.0 times as long, 1.7 in the middle of 9 values" in said
+    assert not any("narrow" in said for said in error_sentences(H200, errors, 2048))
+
+
+@pytest.fixture(scope="module")
+def trials():
+    path = Path(__file__).parents[2] / "benchmarks" / "plan_trials.py"
+    spec = importlib.util.spec_from_file_location("plan_trials", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_packaged_summary_is_of_the_trials_that_were_timed(trials):
+    values = list(trials.compare_trials(trials.read_trials(), H200, SHARES))
+    found = trials.summarize_trials(values)
+    assert read_errors()["small"] == {
+        name: pytest.approx(value, rel=1e-3) if isinstance(value, float) else value
+        for name, value in found.items()
+    }
+    assert found["values"] == sum(value["memory"] not in ("linear", "ultramem") for value in values)
+
+
+def test_a_trial_is_predicted_as_midus_plan_predicts_its_model(trials):
+    values = {v["label"]: v for v in trials.compare_trials(trials.read_trials(), H200, SHARES)}
+    (subject,) = parse_subjects("midus:hml")
+    stack = read_stack(subject.grown_config(shape_config("smollm2-135m")))
+    run = Run(sequence=1024, micro_batch=32, accumulation=1, precision="mixed")
+    assert values["hml"]["predicted"] == pytest.approx(predict_training(stack, H200, run).seconds)
+    assert values["hml"]["measured"] == pytest.approx(32 * 1024 / 340_133, rel=1e-4)
+
+
+def test_lora_muon_and_other_gpus_are_left_out(trials):
+    row = next(row for row in trials.read_trials() if row.get("tokens_per_second"))
+    muon = {**row["options"], "optimizer": {**row["options"]["optimizer"], "matrices": "muon"}}
+    lora = {**row["options"], "control": "lora", "upscale": {"method": "midus"}}
+    rows = [
+        {**row, "options": muon},
+        {**row, "options": lora},
+        {**row, "hardware": "1 x NVIDIA H100"},
+        {**row, "tokens_per_second": None},
+    ]
+    assert list(trials.compare_trials(rows, H200, SHARES)) == []
+    assert len(list(trials.compare_trials([*rows, row, row], H200, SHARES))) == 1

@@ -102,7 +102,8 @@ def plan(
             )
         )
     errors = read_errors()
-    notes = [*_notes(chosen, counts, price, predictions), *error_sentences(chosen, errors)]
+    notes = _notes(chosen, counts, price, predictions)
+    notes += error_sentences(chosen, errors, base_config.hidden_size)
     if as_json:
         console.print_json(
             {

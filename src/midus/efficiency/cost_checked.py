@@ -11,6 +11,9 @@ from midus.efficiency.gpus import MEASURED_ON, Gpu
 
 ERROR_FILE = Path(__file__).parent / "plan_error.json"
 
+# Of the shapes of `midus bench efficiency` that predictions were compared with.
+SMALLEST_WIDTH = 2048
+
 _LABELS = {
     "train_gb": "training memory",
     "train_s_per_iter": "s/iter",
@@ -55,8 +58,8 @@ def read_errors(path: Path = ERROR_FILE) -> dict[str, Any] | None:
     return errors
 
 
-def error_sentences(gpu: Gpu, errors: dict[str, Any] | None) -> list[str]:
-    """What a user should know about how good the numbers are."""
+def error_sentences(gpu: Gpu, errors: dict[str, Any] | None, hidden_size: int) -> list[str]:
+    """What a user should know about how good the numbers are, for a model as wide as that."""
     if errors is None:
         said = ["these predictions have not been compared with measurements of whole models"]
     else:
@@ -73,6 +76,14 @@ def error_sentences(gpu: Gpu, errors: dict[str, Any] | None) -> list[str]:
             said.append(
                 "the terms of training memory were set with these rows in sight, so its error is "
                 "no independent check"
+            )
+        small = errors.get("small")
+        if small and hidden_size < SMALLEST_WIDTH:
+            said.append(
+                f"a model as narrow as this (hidden_size={hidden_size}) trains more slowly than "
+                f"predicted: steps of {small['model']} ({small['hidden_size']}) took "
+                f"{small['least']:.1f} to {small['most']:.1f} times as long, {small['median']:.1f} "
+                f"in the middle of {small['values']} values; docs/plan.md has them"
             )
     if gpu.name != MEASURED_ON:
         said.append(
