@@ -23,7 +23,14 @@ from midus.upscaling.methods import plan_upscaling
 STUDIES = Path(__file__).parents[1] / "docs" / "results"
 COARSE = ("linear", "ultramem")
 # Trials timed alone, since base and memory blocks train by the kernels they have today.
-FILES = ("2026-11-16-math-methods.jsonl", "2026-11-16-recipe-variants.jsonl")
+FILES = (
+    "2026-11-16-math-methods.jsonl",
+    "2026-11-16-recipe-variants.jsonl",
+    "2026-11-16-ablations.jsonl",
+    "2026-11-16-scaling.jsonl",
+    "2026-11-18-long-muon.jsonl",
+    "2026-11-18-equal-parameters.jsonl",
+)
 
 
 def read_trials() -> Iterator[dict[str, Any]]:
@@ -37,7 +44,7 @@ def compare_trials(
 ) -> Iterator[dict[str, Any]]:
     """Seconds of a step, measured and predicted, once for all trials whose steps cost the same.
 
-    LoRA and Muon are left out: there is no prediction for them.
+    LoRA is left out: there is no prediction for it. Muon's steps are predicted as AdamW's.
 
     Args:
         rows: Lines of results of `midus study`; the base is one of `midus.models.shapes`.
@@ -47,10 +54,10 @@ def compare_trials(
     seen = set()
     for row in rows:
         speed = row.get("tokens_per_second")
-        if not speed or gpu.name.upper() not in row["hardware"]:
+        if not speed or row.get("patch") or gpu.name.upper() not in row["hardware"]:
             continue
         options = TrainOptions.from_dict(row["options"])
-        if options.control != "none" or options.optimizer.matrices != "adamw":
+        if options.control != "none":
             continue
         base = shape_config(options.model)
         if (cost := step_cost(options, base)) in seen:
@@ -107,4 +114,5 @@ def summarize_trials(values: list[dict[str, Any]]) -> dict[str, Any]:
 def _structure(row: dict[str, Any]) -> list[str]:
     """What was varied, but for rates, which cost nothing."""
     varied = row.get("varied") or {}
-    return [f"{name}={value}" for name, value in varied.items() if name.startswith("upscale")]
+    found = [f"{name}={value}" for name, value in varied.items() if name.startswith("upscale")]
+    return [*found, *(["by Muon"] if row["options"]["optimizer"].get("matrices") == "muon" else [])]

@@ -649,15 +649,22 @@ def test_a_trial_is_predicted_as_midus_plan_predicts_its_model(trials):
     assert values["hml"]["measured"] == pytest.approx(32 * 1024 / 340_133, rel=1e-4)
 
 
-def test_lora_muon_and_other_gpus_are_left_out(trials):
+def test_lora_patches_and_other_gpus_are_left_out(trials):
     row = next(row for row in trials.read_trials() if row.get("tokens_per_second"))
-    muon = {**row["options"], "optimizer": {**row["options"]["optimizer"], "matrices": "muon"}}
     lora = {**row["options"], "control": "lora", "upscale": {"method": "midus"}}
     rows = [
-        {**row, "options": muon},
+        {**row, "patch": "another way to add"},
         {**row, "options": lora},
         {**row, "hardware": "1 x NVIDIA H100"},
         {**row, "tokens_per_second": None},
     ]
     assert list(trials.compare_trials(rows, H200, SHARES)) == []
     assert len(list(trials.compare_trials([*rows, row, row], H200, SHARES))) == 1
+
+
+def test_steps_by_muon_are_predicted_as_by_adamw(trials):
+    row = next(row for row in trials.read_trials() if row.get("tokens_per_second"))
+    optimizer = {**row["options"]["optimizer"], "matrices": "muon"}
+    rows = [row, {**row, "options": {**row["options"], "optimizer": optimizer}}]
+    adamw, muon = trials.compare_trials(rows, H200, SHARES)
+    assert muon == {**adamw, "label": f"{adamw['label']} by Muon"}
