@@ -14,6 +14,9 @@ CURVES_NAME, PARAMETERS_NAME = "curves.png", "parameters.png"
 _PLACES = [(6, 0, "left"), (6, 8, "left"), (6, -8, "left"), (-6, 0, "right"), (-6, 8, "right")]
 _PLACES += [(-6, -8, "right"), (0, 12, "center"), (0, -12, "center"), (6, 16, "left")]
 
+# Curves whose names leave room where losses, which fall, do not come.
+_FEW = 6
+
 # A point, its name and its colour.
 Named = tuple[float, float, str, str]
 
@@ -53,7 +56,10 @@ def _plot_curves(lines: list[Line], path: Path, title: str) -> None:
         )
     axes.set(xscale="log", xlabel="tokens", ylabel="validation loss (nats per token)")
     axes.set_title("Best setting of each method, mean over seeds")
-    figure.legend(loc="outside right upper", fontsize=8)
+    if len(lines) <= _FEW:
+        axes.legend(loc="upper right", fontsize=8)
+    else:
+        figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=130)
 
 
