@@ -63,7 +63,7 @@ def compare_trials(
         if (cost := step_cost(options, base)) in seen:
             continue
         seen.add(cost)
-        run = run_of_trial(options)
+        run = run_of_trial(options, is_graphed=row["graphed"])
         config = (
             plan_upscaling(base, options.upscale, {})[1]
             if options.upscale
@@ -81,7 +81,7 @@ def compare_trials(
         }
 
 
-def run_of_trial(options: TrainOptions) -> Run:
+def run_of_trial(options: TrainOptions, *, is_graphed: bool) -> Run:
     """How a trial trained, in the plan's words."""
     micro_batch = options.trainer["per_device_train_batch_size"]
     return Run(
@@ -90,7 +90,7 @@ def run_of_trial(options: TrainOptions) -> Run:
         accumulation=options.batch_size // micro_batch,
         precision=options.precision,  # type: ignore[arg-type]  # mixed and float32 are both's
         fused_blocks=options.fused_blocks,
-        cuda_graphs=options.cuda_graphs,
+        cuda_graphs=is_graphed,
     )
 
 

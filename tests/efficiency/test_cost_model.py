@@ -662,6 +662,16 @@ def test_lora_patches_and_other_gpus_are_left_out(trials):
     assert len(list(trials.compare_trials([*rows, row, row], H200, SHARES))) == 1
 
 
+def test_a_trial_whose_steps_were_no_graphs_is_predicted_so(trials):
+    row = next(row for row in trials.read_trials() if row.get("tokens_per_second"))
+    seconds = [
+        trial["predicted"]
+        for is_graphed in (True, False)
+        for trial in trials.compare_trials([{**row, "graphed": is_graphed}], H200, SHARES)
+    ]
+    assert seconds[0] < seconds[1]
+
+
 def test_steps_by_muon_are_predicted_as_by_adamw(trials):
     row = next(row for row in trials.read_trials() if row.get("tokens_per_second"))
     optimizer = {**row["options"]["optimizer"], "matrices": "muon"}

@@ -236,7 +236,7 @@ def test_on_a_gpu_a_static_cache_gives_the_same_tokens():
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
 def test_on_a_gpu_a_cache_in_the_hosts_memory_does_what_it_does_for_the_base(cache):
-    """On a GPU that others keep busy `offloaded` gives other tokens, for a plain Llama too."""
+    """Run it on a free GPU: beside other work `offloaded` gives other tokens, for a Llama too."""
     found, base = (generate_on_a_gpu(kind, cache) for kind in ("grown", "base"))
     if base.returncode:
         pytest.xfail(f"a plain Llama ends with {base.returncode}: {base.stderr[-300:]}")
