@@ -219,6 +219,34 @@ def test_three_steps_warm_up_and_the_others_are_timed(shared, monkeypatch):
     assert steps[5:] == [12] * 12
 
 
+def test_studies_given_together_are_timed_once_where_their_steps_cost_the_same(
+    midus, shared, tmp_path, made
+):
+    other = tmp_path / "other"
+    shutil.copytree(shared, other)
+    rewrite(other, lambda number, row: row.update(tokens_per_second=7.0) if number == 1 else None)
+    told = midus("study", "time", shared, other, "--steps", 1)
+    assert told.code == 0, told.err
+    assert len(made) == 2
+    assert "timed      2 times, for 7 trials" in told.out
+    assert told.err.count("as timed for another study") == 2
+    assert told.out.count("results.jsonl") == 2
+    assert speeds_of(other) == [7.0, *speeds_of(shared)[1:]]
+    apart = [row["timed_apart"] for row in rows_of(other)[1:]]
+    assert apart == [row["timed_apart"] for row in rows_of(shared)[1:]]
+    assert "nothing" in midus("study", "time", shared, other).out
+
+
+def test_steps_of_another_base_are_timed_again(shared, made, monkeypatch):
+    speeds = {}
+    time_trials(shared, steps=1, speeds=speeds)
+    rewrite(shared, without_speed)
+    assert time_trials(shared, steps=1, speeds=speeds).timings == 0
+    rewrite(shared, without_speed)
+    elsewhere = {f"another{cost[cost.index('-') :]}": speed for cost, speed in speeds.items()}
+    assert time_trials(shared, steps=1, speeds=elsewhere).timings == 2
+
+
 def test_a_second_call_does_nothing_and_says_so(midus, shared, monkeypatch):
     first = midus("study", "time", shared, "--steps", 1)
     assert first.code == 0, first.err
@@ -338,6 +366,7 @@ def test_a_study_that_changed_meanwhile_stays_as_it_is(shared, monkeypatch):
         (["--steps", 0], "steps=0 must be a positive whole number"),
         (["--only", "nobody"], "the study has no method 'nobody'; choose from full, hml"),
         (["--only", ","], "only=',' names nothing; give one or more, or leave it out"),
+        (["elsewhere", "--only", "hml"], "only='hml' names methods of one study, and there are 2"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(midus, shared, arguments, sentence):

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from midus.studies.material import SLOW, Material
 from midus.studies.results import Row, add_speed, is_done, read_results
 from midus.studies.step_cost import step_cost
 from midus.studies.timing import WARM_STEPS, Stopwatch
-from midus.studies.trials import UNTOUCHED
+from midus.studies.trials import UNTOUCHED, hash_facts
 from midus.studies.workers import UNSEEN, Worker
 from midus.training.options import TrainOptions
 from midus.training.run import hardware
@@ -45,6 +44,8 @@ class Timed:
 class _Alike:
     """Trials whose steps cost the same; the first one's are timed."""
 
+    cost: str
+    """Stands for the base and what decides how long a step of it takes."""
     options: TrainOptions
     rows: list[Row]
 
@@ -62,6 +63,7 @@ def time_trials(
     only: Sequence[str] = (),
     say: Say = lambda _: None,
     track: Track = lambda items, _: items,
+    speeds: dict[str, Row] | None = None,
 ) -> Timed:
     """Times steps for every trial of a study that is done and has no speed, and adds a line each.
 
@@ -71,6 +73,8 @@ def time_trials(
         only: Methods; default: all.
         say: Is told in a sentence what happens.
         track: Wraps loops in a progress bar.
+        speeds: What was timed for other studies on this device, and holds for trials of this one;
+            what is timed here is added.
     """
     if steps < 1:
         raise MidusError(f"steps={steps} must be a positive whole number")
@@ -86,11 +90,12 @@ def time_trials(
         return Timed(0, 0, [])
     base = search_trials(study)[0].options
     material = Material(base.model, base.data.sources[0].path, study.texts)
-    groups = _alike(untimed, material.base.config, say)
+    groups = _alike(untimed, material, say)
     with opened(folder, material) as worker:
         if not worker.sees_other_studies:
             say(UNSEEN)
-        return _Session(folder, material, worker, steps, say, track).time(groups)
+        session = _Session(folder, material, worker, steps, say, track)
+        return session.time(groups, {} if speeds is None else speeds)
 
 
 def _without_speed(rows: list[Row], identity: str, say: Say) -> list[Row]:
@@ -101,7 +106,8 @@ def _without_speed(rows: list[Row], identity: str, say: Say) -> list[Row]:
     return own
 
 
-def _alike(rows: list[Row], base_config: Any, say: Say) -> list[_Alike]:
+def _alike(rows: list[Row], material: Material, say: Say) -> list[_Alike]:
+    base = hash_facts({name: material.facts[name] for name in ("base", "config")})
     groups: dict[str, _Alike] = {}
     for row in sorted(rows, key=_grows_slowly):
         try:
@@ -109,8 +115,8 @@ def _alike(rows: list[Row], base_config: Any, say: Say) -> list[_Alike]:
         except (ValueError, TypeError) as error:
             say(f"{_said(row)}: left out, as its options are no more ({error})")
             continue
-        cost = step_cost(options, base_config)
-        groups.setdefault(cost, _Alike(options, [])).rows.append(row)
+        cost = f"{base}-{step_cost(options, material.base.config)}"
+        groups.setdefault(cost, _Alike(cost, options, [])).rows.append(row)
     return list(groups.values())
 
 
@@ -133,29 +139,38 @@ class _Session:
         self._steps, self._say, self._track = steps, say, track
         self._told: set[str] = set()
 
-    def time(self, groups: list[_Alike]) -> Timed:
-        """Times each group once and writes the speed of its rows."""
-        trials, skipped = 0, []
+    def time(self, groups: list[_Alike], speeds: dict[str, Row]) -> Timed:
+        """Times each group once, if no other study has, and writes the speed of its rows."""
+        trials, timings, skipped = 0, 0, []
         for number, group in enumerate(groups, start=1):
             self._say(f"{number} of {len(groups)}: {group.said}")
-            speed, why = None, ""
-            try:
-                speed = self._speed(group)
-            except torch.OutOfMemoryError:
-                why = _NO_MEMORY
-            except MidusError as error:  # a missing package, say: the others can still be timed
-                why = str(error)
-            # Not before an exception is gone: it holds the model it came from.
-            self._material.release()
+            speed, why = speeds.get(group.cost), "as timed for another study"
+            if speed is None:
+                speed, why = self._timed(group)
+                timings += speed is not None
             if speed is None:
                 self._say(f"  skipped: {why}")
                 skipped.append(f"{group.said}: {why}")
                 continue
+            speeds[group.cost] = speed
             for row in group.rows:
                 add_speed(self._folder, row, speed)
             trials += len(group.rows)
-            self._say(f"  {speed['tokens_per_second']:,.0f} tokens/s")
-        return Timed(trials, len(groups) - len(skipped), skipped)
+            self._say(f"  {speed['tokens_per_second']:,.0f} tokens/s{why and f', {why}'}")
+        return Timed(trials, timings, skipped)
+
+    def _timed(self, group: _Alike) -> tuple[Row | None, str]:
+        """What rows of a group get, or why it could not be timed."""
+        speed, why = None, ""
+        try:
+            speed = self._speed(group)
+        except torch.OutOfMemoryError:
+            why = _NO_MEMORY
+        except MidusError as error:  # a missing package, say: the others can still be timed
+            why = str(error)
+        # Not before an exception is gone: it holds the model it came from.
+        self._material.release()
+        return speed, why
 
     def _speed(self, group: _Alike) -> Row:
         solitude = self._worker.solitude()
