@@ -67,9 +67,9 @@ def value_at(row, path):
 
 
 def says(cell, values):
-    """Whether a cell is the mean of such values, or mean and spread, as far as it is written out."""
+    """Whether a cell is the mean of such values, or mean and spread, as far as written out."""
     said, *spread = cell.replace(",", "").split(" ± ")
-    found = [(said, statistics.mean(values))] + [(s, statistics.stdev(values)) for s in spread]
+    found = [(said, statistics.mean(values)), *((s, statistics.stdev(values)) for s in spread)]
     return all(f"{value:.{len(said.partition('.')[2])}f}" == said for said, value in found)
 
 
