@@ -56,11 +56,23 @@ def test_slots_are_used_more_evenly_than_with_random_keys():
     assert all(after > before for before, after in zip(used(False), used(True), strict=True))
 
 
+def test_keys_that_learned_values_hang_on_are_not_replaced():
+    model = grown(filled=False)
+    ids = prompt_ids(4, 32)
+    layer = next(iter(memory_layers(model).values()))
+    with torch.no_grad():
+        next(layer.value_tables())[3, 0] = 1e-3
+    before = layer.keys.row_keys.clone()
+    with pytest.raises(MidusError, match="has learned values that its keys lead to; use key_start"):
+        start_keys_from_queries(model, [ids])
+    assert torch.equal(layer.keys.row_keys, before)
+
+
 def test_layers_without_product_keys_and_too_few_tokens_are_refused():
     with pytest.raises(MidusError, match="needs memory layers with product keys"):
         start_keys_from_queries(grown(memory=MemoryConfig(kind="linear", num_subkeys=8)), [])
     with pytest.raises(MidusError, match="3 tokens cannot start num_subkeys=8"):
-        start_keys_from_queries(grown(), [prompt_ids(1, 3)])
+        start_keys_from_queries(grown(filled=False), [prompt_ids(1, 3)])
 
 
 def test_the_first_tokens_are_taken_in_batches():

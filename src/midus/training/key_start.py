@@ -36,6 +36,11 @@ def start_keys_from_queries(model: Any, batches: Iterable[Tensor], seed: int = 0
         raise MidusError(
             "key_start='queries' needs memory layers with product keys (hml, pkm); leave it out"
         )
+    if any(table.any() for layer in layers.values() for table in layer.value_tables()):
+        raise MidusError(
+            "key_start='queries' replaces the keys of a fresh model, and this one has learned "
+            "values that its keys lead to; use key_start: random, which leaves them as they are"
+        )
     queries = _read_queries(model, layers, batches)
     for index, layer in layers.items():
         halves = queries[index].chunk(2, dim=-1)  # [H, P, E / 2] each
