@@ -22,6 +22,7 @@ from midus import (
 )
 from midus.models.checkpoint import is_inserted
 from midus.training import run as runs_module
+from midus.training.continuing import changed_option
 from midus.training.run import train
 from midus.training.watching import read_metrics
 
@@ -360,6 +361,55 @@ def test_a_run_begun_before_the_bypass_resumes_without_one(tmp_path):
     assert saved["upscale"]["memory"].pop("bypass") == "none"
     path.write_text(json.dumps(saved))
     assert train(make_options(tmp_path), resume=True).steps == 12
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "optimizer.matrices",
+        "optimizer.parts.keys.by_stream",
+        "optimizer.parts.keys.for_steps",
+        "upscale.memory.memory_output_proj",
+        "key_start",
+        "cuda_graphs",
+    ],
+)
+def test_a_run_begun_before_an_option_goes_on_with_its_default(tmp_path, name):
+    options = make_options(
+        tmp_path, optimizer={"recipe": "short", "parts": {"keys": {"lr": 1e-3}}}
+    ).to_dict()
+    saved = json.loads(json.dumps(options))
+    *path, last = name.split(".")
+    place = saved
+    for part in path:
+        place = place[part]
+    del place[last]
+    assert changed_option(saved, options) is None
+    place[last] = "another"
+    if name != "cuda_graphs":  # how steps are launched is free to change
+        assert changed_option(saved, options)[0] == name
+
+
+def test_a_run_begun_before_fused_blocks_had_none(tmp_path):
+    options = make_options(tmp_path).to_dict()
+    saved = {key: value for key, value in options.items() if key != "fused_blocks"}
+    assert changed_option(saved, options) == ("fused_blocks", False, True)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"optimizer": {"parts": {"values": {"by_stream": True}}}, "stage": "sft"}, "by_stream in"),
+        ({"key_start": "queries", "stage": "sft"}, "key_start='queries' is for stage cpt"),
+        ({"key_start": "queries", "upscale": {"method": "llama_pro"}}, "needs memory layers with"),
+        ({"upscale": {"num_inserted": 99}}, "num_inserted=99"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_texts_are_read(tmp_path, monkeypatch, values, message):
+    options = make_options(tmp_path, **values)
+    monkeypatch.setattr(runs_module, "_data", lambda *_: pytest.fail("texts were read"))
+    with pytest.raises(MidusError, match=message):
+        train(options)
 
 
 def test_a_half_written_checkpoint_is_never_taken(tmp_path, monkeypatch):

@@ -27,7 +27,6 @@ _USED_ARGUMENTS = (
 )
 _USED_DATA = ("sources", "seq_len", "max_tokens")
 _UNUSED = ("load_in_4bit", "sharding", "keep_best", "early_stopping_patience", "max_length")
-_PRODUCT_KEYS = ("hml", "pkm")
 
 
 def refuse_own(where: str, names: Iterable[str]) -> None:
@@ -77,19 +76,13 @@ def check_trials(trials: list[Trial], base_config: Any) -> None:
 
 
 def _check(options: TrainOptions, base_config: Any) -> None:
-    from midus.models.record import record_of
     from midus.training.arguments import make_arguments
     from midus.training.controls import check_control
-    from midus.training.starting import planned_config
+    from midus.training.feasible import refuse_impossible
 
-    planned = planned_config(options, base_config)
+    refuse_impossible(options, base_config=base_config)
     check_control(options.control)
     _check_optimizer(make_arguments(options, has_held_out=False))
-    has_keys = options.control == "none" and record_of(planned).get("memory") in _PRODUCT_KEYS
-    if options.key_start == "queries" and not has_keys:
-        raise MidusError(
-            "key_start='queries' needs memory layers with product keys (hml, pkm); leave it out"
-        )
 
 
 def _check_optimizer(arguments: Any) -> None:

@@ -8,6 +8,7 @@ from midus.errors import MidusError
 from midus.models.sources import source_id
 from midus.training.checkpoint import clear_staged, last_checkpoint, replace_text
 from midus.training.options import TrainOptions
+from midus.training.reading import default_option
 
 OPTIONS_NAME = "options.json"
 MODEL_NAME = "model"
@@ -24,15 +25,8 @@ _FREE = (
     "trainer.save_steps",
     "trainer.save_total_limit",
 )
-# What runs had that were begun without the option.
-_BEFORE = {
-    "fused_blocks": False,
-    "key_start": "random",
-    "optimizer.decay_ratio": 1.0,
-    "upscale.memory.bypass": "none",
-    "upscale.memory.key_scale": 1.0,
-    "upscale.memory.value_proj_scale": 1.0,
-}
+# What runs had that were begun without the option, where that is not today's default.
+_BEFORE = {"fused_blocks": False}
 
 
 def open_run(run: Path, options: TrainOptions, resume: bool) -> None:
@@ -77,9 +71,8 @@ def changed_option(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, Any, 
         new: Options that it is to go on with.
     """
     before, now = deciding_options(old), deciding_options(new)
-    for name, value in _BEFORE.items():
-        if name in now:
-            before.setdefault(name, value)
+    for name in now.keys() - before.keys():
+        before[name] = _BEFORE.get(name, default_option(TrainOptions, name))
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             return key, before.get(key), now.get(key)

@@ -1,6 +1,6 @@
 """YAML files as options: overrides into their depths, and mappings as dataclasses."""
 
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -105,6 +105,34 @@ def numeric(value: Any) -> Any:
     return value
 
 
+def default_option(cls: type[Any], name: str) -> Any:
+    """What an option is where nobody gives it; None where it has to be given.
+
+    Args:
+        cls: The dataclass of all options.
+        name: The option's, with dots between those of nested dataclasses, or mappings of them.
+    """
+    first, _, rest = name.partition(".")
+    known = {f.name: f for f in fields(cls)}
+    if first not in known:
+        return None
+    if not rest:
+        default, factory = known[first].default, known[first].default_factory
+        if default is not MISSING:
+            return default
+        return None if factory is MISSING else factory()
+    kind = get_type_hints(cls)[first]
+    inner = _nested(kind)
+    if inner is None:
+        return None
+    return default_option(inner, rest.partition(".")[2] if get_origin(kind) is dict else rest)
+
+
+def _nested(kind: Any) -> Any:
+    """The dataclass that an option's type is or has, if it has one."""
+    return next((t for t in (kind, *get_args(kind)) if is_dataclass(t)), None)
+
+
 def build_options(cls: type[Any], values: Any, where: str) -> Any:
     """A dataclass from a mapping, nested ones included."""
     if not isinstance(values, dict):
@@ -117,7 +145,7 @@ def build_options(cls: type[Any], values: Any, where: str) -> Any:
     types = get_type_hints(cls)
     made: dict[str, Any] = {}
     for name, value in values.items():
-        kind = next((t for t in (types[name], *get_args(types[name])) if is_dataclass(t)), None)
+        kind = _nested(types[name])
         if kind is DataOptions:
             made[name] = DataOptions.from_dict(numeric(value))
         elif kind is not None and value is None and types[name] is kind:
@@ -126,11 +154,11 @@ def build_options(cls: type[Any], values: Any, where: str) -> Any:
             if not isinstance(value, dict):
                 raise MidusError(f"{where}{name}={value!r} must be a mapping of options by name")
             made[name] = {
-                part: build_options(kind, own, f"{where}{name}.{part}.")  # type: ignore[arg-type]
+                part: build_options(kind, own, f"{where}{name}.{part}.")
                 for part, own in value.items()
             }
         elif kind is not None and value is not None:
-            made[name] = build_options(kind, value, f"{where}{name}.")  # type: ignore[arg-type]
+            made[name] = build_options(kind, value, f"{where}{name}.")
         else:
             made[name] = numeric(value)
     missing = [

@@ -25,6 +25,7 @@ from midus.training.checkpoint import last_checkpoint, replace_text, write_weigh
 from midus.training.continuing import MODEL_NAME, open_run
 from midus.training.controls import causal_lm
 from midus.training.distributed import first_rank_first, from_first_rank, is_first_rank
+from midus.training.feasible import refuse_impossible
 from midus.training.freezing import count_trainable
 from midus.training.key_start import first_batches, start_keys_from_queries
 from midus.training.loss import use_chunked_loss
@@ -123,16 +124,12 @@ def make_trainer(
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[Any, Start]:
     """The trainer with model and data, ready to train, and what it starts from."""
+    sharded = options.sharding == "fsdp2" and world_size > 1
+    refuse_impossible(options, sharded)
     tokenizer = load_tokenizer(options.model)
     with first_rank_first():
         train_data, held_out = _data(options, tokenizer, track, say)
     arguments = make_arguments(options, held_out is not None, world_size)
-    sharded = options.sharding == "fsdp2" and world_size > 1
-    if sharded and options.optimizer.matrices == "muon":
-        raise MidusError(
-            "optimizer.matrices='muon' needs whole matrices, and sharding=fsdp2 splits them; leave "
-            "one of them out"
-        )
     start = start_model(options, is_empty=sharded and not is_first_rank(), track=track)
     start = replace(start, saves_delta=from_first_rank(start.saves_delta))
     _refuse_running_statistics(start.model, arguments)
@@ -146,9 +143,9 @@ def make_trainer(
     trainer.cuda_graphs = options.cuda_graphs
     _refuse_too_few(len(trainer.train_dataset), options.batch_size)
     if options.key_start == "queries":
-        _start_keys(trainer, options, sharded)
+        _start_keys(trainer, options)
     if options.optimizer.is_by_stream:
-        trainer.streams = _streams(trainer, options, sharded, say)
+        trainer.streams = _streams(trainer, say)
     if len(trainer.train_dataset) < len(train_data):
         dropped = len(train_data) - len(trainer.train_dataset)
         say(f"{dropped:,} examples whose prompts alone fill max_length were left out")
@@ -192,24 +189,14 @@ def _rates(
     return rates
 
 
-def _start_keys(trainer: Any, options: TrainOptions, sharded: bool) -> None:
-    if sharded or options.stage != "cpt":
-        raise MidusError(
-            "key_start='queries' is for stage cpt without sharding; grow the model in such a run"
-        )
+def _start_keys(trainer: Any, options: TrainOptions) -> None:
     batches = first_batches(trainer.train_dataset, trainer.args.per_device_train_batch_size)
     with trainer.accelerator.autocast():
         start_keys_from_queries(trainer.model, batches, options.seed)
 
 
-def _streams(
-    trainer: Any, options: TrainOptions, sharded: bool, say: Callable[[str], None]
-) -> list[float]:
+def _streams(trainer: Any, say: Callable[[str], None]) -> list[float]:
     """Size of the stream before each memory block, and says it."""
-    if sharded or options.stage != "cpt":
-        raise MidusError(
-            "by_stream in optimizer.parts is for stage cpt without sharding; leave it out"
-        )
     batches = first_batches(trainer.train_dataset, trainer.args.per_device_train_batch_size)
     with trainer.accelerator.autocast():
         found = streams_of_memory(trainer.model, batches)

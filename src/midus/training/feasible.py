@@ -1,0 +1,43 @@
+"""What a run asks for that cannot be, refused before texts are cut and weights are read."""
+
+from typing import Any
+
+from midus.errors import MidusError
+from midus.models.record import record_of
+from midus.training.options import TrainOptions
+from midus.training.starting import planned_config
+
+_PRODUCT_KEYS = ("hml", "pkm")
+
+
+def refuse_impossible(
+    options: TrainOptions, is_sharded: bool = False, base_config: Any = None
+) -> None:
+    """Refuses blocks that the base cannot have, and options that exclude each other.
+
+    Args:
+        options: The run.
+        is_sharded: Whether its weights are split over processes.
+        base_config: Config of ``options.model`` where it is known already.
+    """
+    planned = planned_config(options, base_config)
+    is_whole_cpt = options.stage == "cpt" and not is_sharded
+    if options.optimizer.matrices == "muon" and is_sharded:
+        raise MidusError(
+            "optimizer.matrices='muon' needs whole matrices, and sharding=fsdp2 splits them; leave "
+            "one of them out"
+        )
+    if options.optimizer.is_by_stream and not is_whole_cpt:
+        raise MidusError(
+            "by_stream in optimizer.parts is for stage cpt without sharding; leave it out"
+        )
+    if options.key_start != "queries":
+        return
+    if not is_whole_cpt:
+        raise MidusError(
+            "key_start='queries' is for stage cpt without sharding; grow the model in such a run"
+        )
+    if options.control != "none" or record_of(planned).get("memory") not in _PRODUCT_KEYS:
+        raise MidusError(
+            "key_start='queries' needs memory layers with product keys (hml, pkm); leave it out"
+        )
