@@ -51,11 +51,20 @@ def test_a_recipe_stands_in_the_place_of_a_memory_layer():
     assert (wider["num_subkeys"], wider["bypass"]) == (32, "joined")
 
 
-def test_a_row_of_a_recipe_is_predicted_as_it_was_measured():
+@pytest.mark.parametrize("name", ["midus:short", "midus:short@distributed", "midus:short_half"])
+def test_a_row_of_a_recipe_is_predicted_as_it_was_measured(name):
+    (subject,) = parse_subjects(name)
+    expected = read_stack(subject.grown_config(shape_config("smollm2-135m")))
+    assert stack_of(subject.names(), "smollm2-135m") == expected
+    assert name_of(subject.names()) == name
+
+
+@pytest.mark.parametrize("shape", ["qwen3-0.6b", "gemma-2-2b"])
+def test_a_recipe_fits_bases_whose_heads_are_not_as_wide_as_the_stream(shape):
     (dense,) = parse_subjects("midus:short")
-    expected = read_stack(dense.grown_config(shape_config("smollm2-135m")))
-    assert stack_of(dense.names(), "smollm2-135m") == expected
-    assert parse_subjects(name_of(dense.names()))[0].names()["placement"] == "dense"
+    memory = dense.grown_config(shape_config(shape)).memory
+    assert memory["attn_output_proj"]
+    assert not dense.grown_config(shape_config("smollm2-135m")).memory["attn_output_proj"]
 
 
 def test_a_recipe_is_none_of_the_papers_rows():
@@ -115,7 +124,7 @@ def test_defaults_on_a_gpu_are_the_papers():
     protocol = make_protocol("cuda")
     tokens = protocol.sequence * protocol.micro_batch * protocol.accumulation
     assert tokens == 16 * 2048
-    assert default_values("batch", protocol) == "16,32,64"
+    assert default_values("batch", protocol, HML) == "16,32,64"
     assert protocol.longest >= max(protocol.prompts)
 
 
@@ -140,6 +149,12 @@ def test_memory_sizes_change_the_model_and_are_inferred_with_too():
         sweep_points(Subject(method="llama_pro"), "top_k", "1", CPU)
 
 
+def test_a_sweep_of_a_recipe_has_values_that_its_tables_can_have():
+    (dense,) = parse_subjects("midus:short")
+    assert [p.subject.top_k for p in sweep_points(dense, "top_k", "", CPU)] == [1, 2, 4, 8, 16]
+    assert [p.subject.top_k for p in sweep_points(HML, "top_k", "", CPU)][-1] == 32
+
+
 def test_placements_have_the_methods_own_names():
     names = "top_heavy,distributed,bottom_heavy"
     copies = sweep_points(Subject(method="llama_pro"), "placement", names, CPU)
@@ -148,7 +163,7 @@ def test_placements_have_the_methods_own_names():
     assert [p.subject.placement for p in memory] == names.split(",")
 
 
-@pytest.mark.parametrize("function", [default_methods, lambda over: default_values(over, CPU)])
+@pytest.mark.parametrize("function", [default_methods, lambda over: default_values(over, CPU, HML)])
 def test_an_unknown_sweep_is_refused(function):
     with pytest.raises(MidusError, match="over='depth'"):
         function("depth")

@@ -4,11 +4,14 @@ import copy
 
 import pytest
 import yaml
+from tiny import grown
 
 from midus.errors import MidusError
 from midus.studies.grid import search_trials
 from midus.studies.options import read_study
+from midus.training.optim import groups_of
 from midus.training.options import TrainOptions, read_options
+from midus.training.recipes import RUN_RECIPES
 
 FILE = {"stage": "cpt", "model": "m", "output": "o", "recipe": "short", "data": {"sources": "t"}}
 MEMORY = {
@@ -137,6 +140,21 @@ def test_a_rate_of_the_files_own_is_for_any_number_of_steps(rate):
     assert not options.goes_with_steps
     assert (options.steps_power, options.parts["values"].steps_power) == (None, None)
     assert (getattr(options, rate), getattr(options.parts["values"], rate)) == (0.01, 0.02)
+
+
+@pytest.mark.parametrize("name", RUN_RECIPES)
+def test_a_rate_for_keys_and_values_takes_the_place_of_the_recipes(name):
+    own = FILE | {"recipe": name, "optimizer": {"memory_lr": 1e-4}}
+    options = TrainOptions.from_dict(own).optimizer
+    recipes = TrainOptions.from_dict(FILE | {"recipe": name}).optimizer
+    groups = groups_of(grown(), options.absolute(0.5, 100))
+    assert {group["lr"] for group in groups if group["name"] in ("keys", "values")} == {1e-4}
+    assert options.relative_lr == recipes.relative_lr
+    for part in ("keys", "values"):  # how they go on is the recipe's still
+        assert options.parts[part].schedule == recipes.parts[part].schedule
+        assert options.parts[part].by_stream == recipes.parts[part].by_stream
+    own["optimizer"]["parts"] = {"values": {"lr": 2e-4}}
+    assert TrainOptions.from_dict(own).optimizer.parts["values"].lr == 2e-4
 
 
 def test_sections_left_empty_are_filled():

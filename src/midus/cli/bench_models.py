@@ -144,7 +144,7 @@ def sweep(
     from midus.cli.bench_tables import print_sweep
     from midus.efficiency.plots import plot_sweep
     from midus.efficiency.protocol import make_protocol
-    from midus.efficiency.sweeps import default_methods, default_values, sweep_points
+    from midus.efficiency.sweeps import default_methods, sweep_points
 
     if over == "batch" and micro_batch != 1:
         raise MidusError(
@@ -159,10 +159,9 @@ def sweep(
         accumulation=accumulation,
         prompts=(2048,) if run.device == "cuda" else None,
     )
-    wanted = values or default_values(over, protocol)
     run.measure(
         methods or default_methods(over),
-        lambda subject: sweep_points(subject, over, wanted, protocol),
+        lambda subject: sweep_points(subject, over, values, protocol),
         protocol,
         json_path,
     )

@@ -12,7 +12,6 @@ from midus.efficiency.gpus import Gpu, Shares
 from midus.efficiency.subjects import Subject
 from midus.errors import MidusError
 from midus.models.shapes import shape_config
-from midus.upscaling.methods import find_method
 
 LARGE, SMALL = "llama-3.1-8b", "llama-3.2-1b"
 LONG_PROMPT = 2048
@@ -62,15 +61,13 @@ def run_of(protocol: dict[str, Any]) -> Run:
 def name_of(row: dict[str, Any]) -> str:
     """A row as `midus plan` would be asked for it: ``method[:memory][@placement]``."""
     name = row["method"] + (f":{row['memory']}" if row["memory"] else "")
-    is_own = row["placement"] == find_method(row["method"]).default_placement
-    return name if is_own or not row["placement"] else f"{name}@{row['placement']}"
+    own = Subject(method=row["method"], memory=row["memory"]).resolved_placement
+    return f"{name}@{row['placement']}" if row["placement"] not in (own, None) else name
 
 
 def stack_of(row: dict[str, Any], shape: str) -> Stack:
     """The model of a measured row."""
-    own = find_method(row["method"]).default_placement
-    placement = None if row["placement"] == own else row["placement"]
-    subject = Subject(method=row["method"], memory=row["memory"], placement=placement)
+    subject = Subject(method=row["method"], memory=row["memory"], placement=row["placement"])
     return read_stack(subject.grown_config(shape_config(shape)))
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from midus.efficiency.ratios import difference_of, find_row, value_of
 from midus.plot_style import DARK, GREY, LIGHT, STYLE, WARM
+from midus.training.recipes import RUN_RECIPES
 
 Row = dict[str, Any]
 
@@ -149,6 +150,7 @@ def _line(row: Row, short: bool = False) -> dict[str, Any]:
     style = {"top_heavy": ":", "bottom_heavy": "-."}.get(row["placement"], "-")
     label = row["label"].split(" (")[0] if short else row["label"]
     styles = {"linear": "--", "pkm": ":", "ultramem": "-."}
+    styles |= dict(zip(RUN_RECIPES, ("--", "-.", ":"), strict=True))
     return {
         "label": label,
         "color": _colour(row),
@@ -157,7 +159,7 @@ def _line(row: Row, short: bool = False) -> dict[str, Any]:
 
 
 def _colour(row: Row) -> str:
-    if row["memory"] == "hml":
+    if row["memory"] == "hml" or row["memory"] in RUN_RECIPES:
         return _HML
     if row["memory"]:
         return _MEMORY

@@ -10,7 +10,8 @@ from typing import Any
 from midus.config import MemoryConfig, UpscaleConfig
 from midus.errors import MidusError
 from midus.memory import MEMORY_LAYERS
-from midus.training.recipes import RECIPES, recipe_blocks
+from midus.models.attention import attended_dim
+from midus.training.recipes import RUN_RECIPES, recipe_blocks
 from midus.upscaling.methods import find_method, plan_upscaling
 
 # The rows of the paper's efficiency table.
@@ -63,7 +64,19 @@ class Subject:
 
     @property
     def _recipe(self) -> dict[str, Any]:
-        return recipe_blocks(self.memory) if self.memory in RECIPES else {}
+        return recipe_blocks(self.memory) if self.memory in RUN_RECIPES else {}
+
+    @property
+    def memory_config(self) -> MemoryConfig:
+        """Options of its memory layer."""
+        options = {
+            name: value
+            for name in ("num_subkeys", "top_k")
+            if (value := getattr(self, name)) is not None
+        }
+        if self.memory:
+            options = {**self._recipe.get("memory", {"kind": self.memory}), **options}
+        return MemoryConfig(**options)
 
     def names(self) -> dict[str, Any]:
         """The columns that say which row it is."""
@@ -76,15 +89,12 @@ class Subject:
 
     def grown_config(self, base_config: Any) -> Any:
         """The config of the model it makes of a base; refuses what cannot be made."""
-        options = {
-            name: value
-            for name in ("num_subkeys", "top_k")
-            if (value := getattr(self, name)) is not None
-        }
-        if self.memory:
-            options = {**self._recipe.get("memory", {"kind": self.memory}), **options}
+        memory = self.memory_config
+        if self._recipe and attended_dim(base_config, keep_output_proj=False) != (
+            base_config.hidden_size
+        ):
+            memory = replace(memory, attn_output_proj=True)  # as docs/training.md has it
         placement = self.placement or self._recipe.get("placement")
-        memory = MemoryConfig(**options)
         upscaling = UpscaleConfig(method=self.method, placement=placement, memory=memory)
         return plan_upscaling(base_config, upscaling, {})[1]
 
@@ -121,10 +131,10 @@ def _parse_subject(text: str) -> Subject:
         raise MidusError(
             f"methods={text!r} gives a memory layer to {method!r}, which has none; leave it out"
         )
-    if memory and memory not in MEMORY_LAYERS and memory not in RECIPES:
+    if memory and memory not in MEMORY_LAYERS and memory not in RUN_RECIPES:
         raise MidusError(
             f"methods={text!r}: {memory!r} is no memory layer ({', '.join(MEMORY_LAYERS)}) and no "
-            f"recipe ({', '.join(RECIPES)}); use one of them"
+            f"recipe ({', '.join(RUN_RECIPES)}); use one of them"
         )
     if inserts_memory:
         memory = memory or "hml"

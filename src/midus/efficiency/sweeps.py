@@ -14,6 +14,7 @@ from midus.errors import MidusError
 from midus.upscaling.methods import find_method
 
 OVER = ("batch", "sequence", "top_k", "num_subkeys", "placement")
+_TOP_K = (1, 2, 4, 8, 16, 32)
 _PLACEMENTS = "top_heavy,distributed,bottom_heavy"
 
 
@@ -27,15 +28,15 @@ def default_methods(over: str) -> str:
     return "llama_pro,opt_deus,midus:hml,midus:hml@top_heavy"
 
 
-def default_values(over: str, protocol: Protocol) -> str:
-    """The values of a sweep where none are given."""
+def default_values(over: str, protocol: Protocol, subject: Subject) -> str:
+    """The values of a method's sweep where none are given."""
     _check(over)
     steps = protocol.accumulation
     lengths = "512,1024,2048,4096" if protocol.device == "cuda" else "8,16,32"
     return {
         "batch": f"{steps},{2 * steps},{4 * steps}",
         "sequence": lengths,
-        "top_k": "1,2,4,8,16,32",
+        "top_k": ",".join(str(k) for k in _TOP_K if k <= subject.memory_config.num_subkeys),
         "num_subkeys": "16,32,64,128,256",
         "placement": _PLACEMENTS,
     }[over]
@@ -47,10 +48,10 @@ def sweep_points(subject: Subject, over: str, values: str, protocol: Protocol) -
     Args:
         subject: The method.
         over: Which setting changes.
-        values: Its values, with commas.
+        values: Its values, with commas; empty: `default_values`.
         protocol: Everything else.
     """
-    _check(over)
+    values = values or default_values(over, protocol, subject)
     training = protocol.with_phases("train")
     if over == "placement":
         names = dict.fromkeys(_own_name(part.strip(), subject) for part in values.split(","))

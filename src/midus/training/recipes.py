@@ -96,7 +96,7 @@ _RATES = ("lr", "relative_lr")
 _OF_A_RATE = (*_RATES, "for_steps", "steps_power")
 
 
-RECIPES = tuple(_RECIPES)
+RUN_RECIPES = tuple(_RECIPES)
 
 
 def recipe_blocks(name: str) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def with_recipe(values: Any) -> Any:
             f"recipe={name!r} is for memory blocks, and control={own['control']!r} trains none; "
             "leave one of them out"
         )
-    filled: dict[str, Any] = _filled(own, _RECIPES[name])
+    filled: dict[str, Any] = _filled(own, _of_memory_lr(own, _RECIPES[name]))
     upscale = filled["upscale"]
     if upscale["method"] != "midus" or upscale["memory"]["kind"] != "hml":
         raise MidusError(
@@ -132,6 +132,17 @@ def with_recipe(values: Any) -> Any:
             f"{upscale['method']!r} and upscale.memory.kind={upscale['memory']['kind']!r}"
         )
     return filled
+
+
+def _of_memory_lr(own: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe without rates of keys and values where the file has one for both."""
+    optimizer = own.get("optimizer")
+    if not isinstance(optimizer, dict) or optimizer.get("memory_lr") is None:
+        return recipe
+    parts = dict(recipe["optimizer"]["parts"])
+    for name in ("keys", "values"):
+        parts[name] = {key: value for key, value in parts[name].items() if key not in _OF_A_RATE}
+    return {**recipe, "optimizer": {**recipe["optimizer"], "parts": parts}}
 
 
 def _filled(own: dict[str, Any], recipe: dict[str, Any], where: str = "") -> dict[str, Any]:
