@@ -17,6 +17,7 @@ from midus.studies.material import Material
 from midus.studies.report import make_report, to_markdown
 from midus.studies.results import add_result, read_results
 from midus.studies.run import run_study
+from midus.studies.speeds import speed_cell
 from midus.studies.step_cost import step_cost
 from midus.studies.timed_apart import time_trials
 from midus.studies.timing import Stopwatch
@@ -238,6 +239,27 @@ def test_studies_given_together_are_timed_once_where_their_steps_cost_the_same(
     assert "nothing" in midus("study", "time", shared, other).out
 
 
+def test_a_folder_that_is_no_study_is_refused_before_the_others_are_timed(
+    midus, shared, tmp_path, made
+):
+    told = midus("study", "time", shared, tmp_path / "typo", "--steps", 1)
+    assert (told.code, made) == (2, [])
+    assert "holds no study" in told.err.replace("\n", " ")
+
+
+def test_a_folder_in_use_keeps_no_other_from_being_timed(midus, shared, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(shared, other)
+    with FileLock(shared / ".lock"):
+        told = midus("study", "time", shared, other, "--steps", 1)
+    assert told.code == 2
+    assert "timed      2 times, for 4 trials" in told.out
+    said = told.err.replace("\n", " ")
+    assert "4 trials have their tokens/s and 1 timings could not be taken" in said
+    assert "in use by another midus" in said
+    assert None not in speeds_of(other)
+
+
 def test_steps_of_another_base_are_timed_again(shared, material, tmp_path):
     save_base(tmp_path / "base", intermediate_size=40)
     wider = make_study({**material, "base": str(tmp_path / "base")}, methods=FULL)
@@ -415,6 +437,13 @@ def test_one_timing_of_several_seeds_has_no_spread(tmp_path, material):
     assert text.count("| 1,234 | - |") == 3
     sentence = "of 2 of 2 trials were timed apart from them, over 10 steps on a free device (a GPU;"
     assert f"{sentence} commit abc), once for all" in text
+
+
+def test_a_trials_own_speed_and_one_timed_of_it_for_another_are_two_figures():
+    own = {"key": "a", "tokens_per_second": 7.0}
+    apart = {"key": "b", "tokens_per_second": 100.0, "timed_apart": {**APART, "trial": "a"}}
+    assert speed_cell([own, apart]) == speed_cell([apart, own])
+    assert speed_cell([own, apart]).startswith("54 ± ")
 
 
 def test_rows_without_a_speed_have_none_in_the_report(shared):

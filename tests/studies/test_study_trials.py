@@ -211,6 +211,7 @@ UNEQUAL = [
         ({"search": {"optimizer.lr": 1e-3}}, "must give each option a list"),
         ({"methods": {}}, "methods is empty"),
         ({"seeds": [-1]}, "seeds=.* must be a list"),
+        ({"final_seeds": [2**32]}, "final_seeds=.* from 0 to 4294967295, each once"),
         ({"measure": ["speed"]}, "measure='speed' is unknown"),
         ({"colour": 1}, "unknown option colour"),
         ({"methods": {"hml": {"sets": {}}}}, r"unknown option methods.hml.sets"),

@@ -71,6 +71,7 @@ def test_overrides_reach_everywhere_and_numbers_are_numbers(file):
         ("control=lora", None),
         ("seed=-1", "seed=-1 must be a whole number"),
         ("seed=abc", "seed='abc' must be a whole number"),
+        ("seed=4294967296", "seed=4294967296 must be a whole number from 0 to 4294967295"),
         ("keep_best=maybe", "keep_best='maybe' must be true or false"),
         ("fused_blocks=maybe", "fused_blocks='maybe' must be true or false"),
         ("early_stopping_patience=true", "early_stopping_patience=True must be"),

@@ -23,8 +23,8 @@ def time_steps(
     """
     chosen = parse_names("only", only)
     from midus.cli import console
-    from midus.studies.results import RESULTS_NAME, Row
-    from midus.studies.timed_apart import time_trials
+    from midus.studies.results import RESULTS_NAME
+    from midus.studies.timed_apart import time_studies
 
     if chosen and len(folders) > 1:
         raise MidusError(
@@ -32,29 +32,21 @@ def time_steps(
             "folder, or leave it out"
         )
     console.quieten_libraries()
-    speeds: dict[str, Row] = {}
-    timed = [
-        time_trials(
-            folder,
-            steps=steps,
-            only=chosen,
-            say=lambda sentence: console.err.print(sentence, soft_wrap=True),
-            track=console.track,
-            speeds=speeds,
-        )
-        for folder in folders
-    ]
-    trials = sum(each.trials for each in timed)
-    skipped = [why for each in timed for why in each.skipped]
-    if not trials and not skipped:
+    timed = time_studies(
+        folders,
+        steps=steps,
+        only=chosen,
+        say=lambda sentence: console.err.print(sentence, soft_wrap=True),
+        track=console.track,
+    )
+    if not timed.trials and not timed.skipped:
         console.out.print("timed      nothing: no trial that is done is left to time")
         return
-    timings = sum(each.timings for each in timed)
-    console.out.print(f"timed      {timings:,} times, for {trials:,} trials")
+    console.out.print(f"timed      {timed.timings:,} times, for {timed.trials:,} trials")
     for folder in folders:
         console.out.print(f"results    {folder / RESULTS_NAME}")
-    if skipped:
+    if timed.skipped:
         raise MidusError(
-            f"{trials} trials have their tokens/s and {len(skipped)} timings could not "
-            f"be taken; the first of them is {skipped[0]}"
+            f"{timed.trials} trials have their tokens/s and {len(timed.skipped)} timings could not "
+            f"be taken; the first of them is {timed.skipped[0]}"
         )

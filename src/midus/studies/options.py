@@ -10,6 +10,7 @@ from typing import Any
 
 from midus.errors import MidusError
 from midus.studies.trials import UNTOUCHED
+from midus.training.options import LARGEST_SEED, is_seed
 from midus.training.reading import build_options, numeric, override_option, read_yaml
 
 MEASURES = ("slots", "gradients", "rank", "gates")
@@ -125,7 +126,8 @@ class StudyOptions:
             values = getattr(self, name)
             if not _are_seeds(values):
                 raise MidusError(
-                    f"{name}={values!r} must be a list of whole numbers from 0, each once"
+                    f"{name}={values!r} must be a list of whole numbers from 0 to {LARGEST_SEED}, "
+                    "each once"
                 )
         if not self.seeds:
             raise MidusError("seeds is empty; give at least one, such as [0]")
@@ -232,8 +234,7 @@ def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 def _are_seeds(values: Any) -> bool:
     if not isinstance(values, list):
         return False
-    is_each_one = all(type(seed) is int and seed >= 0 for seed in values)
-    return is_each_one and len(set(values)) == len(values)
+    return all(map(is_seed, values)) and len(set(values)) == len(values)
 
 
 def _check_search(name: str, search: Any) -> None:

@@ -43,7 +43,7 @@ def _is_eager(row: Row) -> bool:
     return row.get("graphed") is False
 
 
-def _timed(row: Row) -> str:
-    """The trial whose steps were timed."""
+def _timed(row: Row) -> tuple[str, bool]:
+    """The trial whose steps were timed, and whether apart from it: it may have a speed as well."""
     apart = row.get("timed_apart")
-    return str(apart["trial"] if apart else row["key"])
+    return (str(apart["trial"]), True) if apart else (str(row["key"]), False)

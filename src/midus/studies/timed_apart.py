@@ -56,6 +56,37 @@ class _Alike:
         return f"{name}, for {others:,} more whose steps cost the same" if others else name
 
 
+def time_studies(
+    folders: Sequence[Path],
+    *,
+    steps: int = 10,
+    only: Sequence[str] = (),
+    say: Say = lambda _: None,
+    track: Track = lambda items, _: items,
+) -> Timed:
+    """`time_trials` of several studies; what they have in common is timed once.
+
+    All must be studies before the first is timed, and what then keeps one from being timed is said
+    with the results of the others.
+    """
+    for folder in folders:
+        read_study_folder(folder)
+    speeds: dict[str, Row] = {}
+    trials, timings, skipped = 0, 0, []
+    for folder in folders:
+        try:
+            timed = time_trials(folder, steps=steps, only=only, say=say, track=track, speeds=speeds)
+        except MidusError as error:
+            if len(folders) == 1:
+                raise
+            say(f"{folder}: {error}")
+            skipped.append(f"{folder}: {error}")
+            continue
+        trials, timings = trials + timed.trials, timings + timed.timings
+        skipped += timed.skipped
+    return Timed(trials, timings, skipped)
+
+
 def time_trials(
     folder: Path,
     *,

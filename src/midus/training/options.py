@@ -22,6 +22,7 @@ TRAINABLE = ("auto", "inserted", "all")
 CONTROLS = ("none", "lora", "last_layers")
 SHARDINGS = ("none", "fsdp2")
 KEY_STARTS = ("random", "queries")
+LARGEST_SEED = 2**32 - 1
 
 # Where the trainer's own argument would say the same thing a second time.
 _OWNED = {
@@ -52,6 +53,11 @@ _OWNED = {
     "use_cache": "the config of the model",
     "fsdp": "sharding",
 }
+
+
+def is_seed(value: Any) -> bool:
+    """Whether torch and numpy take it as a seed."""
+    return type(value) is int and 0 <= value <= LARGEST_SEED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +123,8 @@ class TrainOptions:
         for name in ("load_in_4bit", "keep_best", "fused_blocks", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise MidusError(f"{name}={getattr(self, name)!r} must be true or false")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
-            raise MidusError(f"seed={self.seed!r} must be a whole number from 0")
+        if not is_seed(self.seed):
+            raise MidusError(f"seed={self.seed!r} must be a whole number from 0 to {LARGEST_SEED}")
         if self.attention is not None and not isinstance(self.attention, str):
             raise MidusError(f"attention={self.attention!r} must be a name such as sdpa")
         for name in ("batch_size", "loss_chunk", "max_length"):
