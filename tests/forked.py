@@ -40,22 +40,46 @@ for line in sys.stdin:
 """
 
 
+class Replies:
+    """Lines of a pipe, none of them hidden in a buffer from who asks whether there is one."""
+
+    def __init__(self, pipe) -> None:
+        self._pipe, self._held = pipe.fileno(), b""
+
+    def has_line(self) -> bool:
+        while b"\n" not in self._held and select.select([self._pipe], [], [], 0)[0]:
+            self._read()
+        return b"\n" in self._held
+
+    def line(self) -> str:
+        while b"\n" not in self._held:
+            self._read()
+        line, _, self._held = self._held.partition(b"\n")
+        return line.decode()
+
+    def _read(self) -> None:
+        part = os.read(self._pipe, 65536)
+        if not part:
+            raise EOFError("the process that forks has ended")
+        self._held += part
+
+
 class Program:
     """A running program, in the words of `subprocess.Popen`."""
 
     def __init__(self, replies, errors) -> None:
         self._replies, self._errors = replies, errors
-        self.pid = int(replies.readline())
+        self.pid = int(replies.line())
         self.returncode = None
 
     def poll(self):
-        if self.returncode is None and select.select([self._replies], [], [], 0)[0]:
+        if self.returncode is None and self._replies.has_line():
             self.wait()
         return self.returncode
 
     def wait(self):
         if self.returncode is None:
-            self.returncode = int(self._replies.readline())
+            self.returncode = int(self._replies.line())
         return self.returncode
 
     def kill(self) -> None:
@@ -76,17 +100,20 @@ class Forks:
             [sys.executable, "-c", SERVER, *preload],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
             env=env,
         )
-        self.imported = set(self._server.stdout.readline().split())
-        assert self.imported, f"one of {preload} cannot be imported"
+        self._replies, self._running = Replies(self._server.stdout), None
+        self.imported = set(self._replies.line().split())  # EOFError: one cannot be imported
 
     def start(self, program, *arguments) -> Program:
+        if self._running is not None:  # of a test that failed before it had ended
+            self._running.kill()
+            self._running.wait()
         asked = json.dumps([program, list(map(str, arguments)), str(self._errors)])
-        self._server.stdin.write(asked + "\n")
-        return Program(self._server.stdout, self._errors)
+        self._server.stdin.write(asked.encode() + b"\n")
+        self._server.stdin.flush()
+        self._running = Program(self._replies, self._errors)
+        return self._running
 
     def run(self, program, *arguments) -> None:
         """Runs a program to its end, which must be a good one."""

@@ -4,7 +4,7 @@ import signal
 import time
 
 import pytest
-from forked import Forks
+from forked import Forks, Replies
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,25 @@ def test_a_bad_end_is_seen(forks, program, status, said):
     assert said in running.stderr
     with pytest.raises(AssertionError):
         forks.run(program)
+
+
+def test_a_program_that_ended_before_it_was_asked_for_has_ended(forks, monkeypatch):
+    plain = Replies._read
+
+    def late(self):
+        time.sleep(1)  # so that a first read finds both of its lines
+        plain(self)
+
+    monkeypatch.setattr(Replies, "_read", late)
+    running = forks.start("import sys; sys.exit(3)")
+    assert running.poll() == 3
+
+
+def test_one_that_was_left_running_is_ended_for_the_next(forks):
+    left = forks.start("import time; time.sleep(60)")
+    running = forks.start("import sys; sys.exit(4)")
+    assert (left.returncode, running.wait()) == (-signal.SIGKILL, 4)
+    assert running.pid not in (0, left.pid)
 
 
 def test_a_killed_program_is_gone(forks):

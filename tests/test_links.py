@@ -36,6 +36,13 @@ def test_links_lead_somewhere(path):
     assert broken_links(path) == []
 
 
+@pytest.mark.parametrize("folder", ["benchmarks", "configs", "examples", "src", "studies", "tests"])
+def test_pages_that_comments_name_exist(folder):
+    files = [path for end in ("py", "yaml") for path in (ROOT / folder).rglob(f"*.{end}")]
+    named = {page for path in files for page in re.findall(r"docs/[\w./-]+\.md", path.read_text())}
+    assert [page for page in sorted(named) if not (ROOT / page).is_file()] == []
+
+
 def test_a_broken_link_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(

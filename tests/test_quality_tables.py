@@ -21,6 +21,23 @@ PERPLEXITIES = {
 }
 BESIDES = {"trained, M": ("trained",), "tokens/s": ("tokens_per_second",), "GB": ("peak_gb",)}
 COLUMNS = {**PERPLEXITIES, **BESIDES}
+# Whose figures the README has: the study and its method.
+OF_THE_README = {
+    "Llama Pro, AdamW": ("2026-11-17-long-rates.jsonl", "llama_pro"),
+    "MIDUS-HML, `recipe: short` (Muon)": ("2026-11-17-long-rates.jsonl", "recipe"),
+    "Llama Pro, Muon": ("2026-11-18-equal-parameters.jsonl", "llama_pro"),
+    "Llama Pro, 7 blocks, Muon": ("2026-11-18-equal-parameters.jsonl", "llama_pro_7"),
+    "LoRA, Muon": ("2026-11-18-equal-parameters.jsonl", "lora"),
+    "the base": ("2026-11-18-equal-parameters.jsonl", "untouched"),
+}
+# Rows with figures that each page has at least; with fewer a table is no longer read.
+LEAST = {
+    "README.md": 6,
+    "quality.md": 106,
+    "quality_bases.md": 20,
+    "quality_limits.md": 37,
+    "quality_recipe.md": 143,
+}
 
 
 def read_results(folder):
@@ -32,6 +49,7 @@ def read_results(folder):
             if "perplexity" not in (row.get("validation") or {}):
                 continue
             row["trained"] = row.get("trainable", 0) / 1e6
+            row["file"] = path.name
             of = [row.get(name) for name in ("method", "name", "setting", "tokens", "patch")]
             setting = (path.name, json.dumps(of))
             while row.get("seed") in settings[setting]:
@@ -56,7 +74,7 @@ def read_tables(text):
             found = {name: row[name] for name in COLUMNS.keys() & row.keys()}
             found = {name: cell for name, cell in found.items() if re.match(r"\d", cell)}
             if found.keys() & PERPLEXITIES.keys():
-                yield found
+                yield cells[0], found
 
 
 def value_at(row, path):
@@ -111,13 +129,21 @@ def settings():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_figure_has_a_row_of_results(page, settings):
-    rows = [row for cells in read_tables(page.read_text()) for row in single_rows(cells)]
-    assert rows
+    rows = [row for _, cells in read_tables(page.read_text()) for row in single_rows(cells)]
+    assert len(rows) >= LEAST[page.name]
     assert [cells for cells in rows if not has_a_source(cells, settings)] == []
 
 
+def test_figures_of_the_readme_are_of_the_methods_it_names(settings):
+    tables = dict(read_tables((ROOT / "README.md").read_text()))
+    assert tables.keys() == OF_THE_README.keys()
+    for label, of in OF_THE_README.items():
+        own = [rows for rows in settings if (rows[0].get("file"), rows[0].get("method")) == of]
+        assert has_a_source(tables[label], own), label
+
+
 def test_a_wrong_figure_is_found(settings):
-    (headline, *_) = read_tables((RESULTS / "quality.md").read_text())
+    ((_, headline), *_) = read_tables((RESULTS / "quality.md").read_text())
     assert len(headline) >= 5
     for name, cell in headline.items():
         wrong = cell[:-1] + str((int(cell[-1]) + 1) % 10)

@@ -55,6 +55,8 @@ def patch_once() -> None:
     """
     from triton.runtime import interpreter
 
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return  # another version's way of patching; slower, and right
     patch, patched = interpreter._patch_lang, set()
 
     def first_time(function):
