@@ -59,6 +59,7 @@ def test_overrides_reach_everywhere_and_numbers_are_numbers(file):
         ("upscale.memory.heads=3", "unknown option upscale.memory.heads"),
         ("optimizer.lrr=3", "unknown option optimizer.lrr"),
         ("data.source=x", "unknown option"),
+        ("recip=short", "unknown option recip; known options: recipe, stage"),
         ("stage=rl", "stage='rl' is unknown"),
         ("optimizer.recipe=fast", "optimizer.recipe='fast' is unknown"),
         ("optimizer.lr=-1", "optimizer.lr=-1 must be a number"),

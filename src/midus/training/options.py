@@ -152,7 +152,7 @@ class TrainOptions:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainOptions":
         """The options a mapping spells out, or its recipe; unknown and missing keys are errors."""
-        options: TrainOptions = build_options(cls, with_recipe(values), "")
+        options: TrainOptions = build_options(cls, with_recipe(values), "", ("recipe",))
         return options
 
     def to_dict(self) -> dict[str, Any]:

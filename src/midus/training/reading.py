@@ -133,14 +133,21 @@ def _nested(kind: Any) -> Any:
     return next((t for t in (kind, *get_args(kind)) if is_dataclass(t)), None)
 
 
-def build_options(cls: type[Any], values: Any, where: str) -> Any:
-    """A dataclass from a mapping, nested ones included."""
+def build_options(cls: type[Any], values: Any, where: str, besides: tuple[str, ...] = ()) -> Any:
+    """A dataclass from a mapping, nested ones included.
+
+    Args:
+        cls: The dataclass.
+        values: The mapping.
+        where: Names of what it is nested in, for messages.
+        besides: What may be said there and is no field, for messages.
+    """
     if not isinstance(values, dict):
         raise MidusError(f"{where.rstrip('.')}={values!r} must be a mapping of options")
     known = {f.name: f for f in fields(cls)}
     for key in values:
         if key not in known:
-            names = ", ".join(known)
+            names = ", ".join([*besides, *known])
             raise MidusError(f"unknown option {where}{key}; known options: {names}")
     types = get_type_hints(cls)
     made: dict[str, Any] = {}
