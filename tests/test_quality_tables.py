@@ -93,10 +93,7 @@ def says(cell, values):
 
 def single_rows(cells):
     """One row for each trial where cells list several: `3.796, 3.787`, or `3.985 -> 3.963`."""
-    parts = {
-        name: re.split(r", (?=\d)| -> ", cell) if name in PERPLEXITIES else [cell]
-        for name, cell in cells.items()
-    }
+    parts = {name: re.split(r", (?=\d)| -> ", cell) for name, cell in cells.items()}
     for i in range(max(map(len, parts.values()))):
         yield {name: part[i] if len(part) > 1 else part[0] for name, part in parts.items()}
 
