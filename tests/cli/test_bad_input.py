@@ -137,11 +137,31 @@ def test_the_base_is_never_overwritten(midus, tmp_path):
     save_base(outer / "base")
     for kind in ("--delta", "--full"):
         result = midus("upscale", outer / "base", outer, "--overwrite", kind, "--num-subkeys", 8)
-        assert_refused(result, "is or holds")
+        assert_refused(result, "holds", "base")
     midus("upscale", outer / "base", tmp_path / "delta", "--num-subkeys", 8, "--delta")
-    for target in (outer / "base", outer, tmp_path / "delta"):
-        assert_refused(midus("merge", tmp_path / "delta", target, "--overwrite"), "is or holds")
+    for target, part in (
+        (outer / "base", "is or holds"),
+        (outer, "holds base"),
+        (tmp_path / "delta", "is or holds"),
+    ):
+        assert_refused(midus("merge", tmp_path / "delta", target, "--overwrite"), part)
     assert midus("merge", tmp_path / "delta", tmp_path / "merged").code == 0
+
+
+@pytest.mark.parametrize("kind", ["notes", "checkpoints", "a config of something else"])
+def test_what_is_no_part_of_a_model_is_never_overwritten(midus, base, tmp_path, kind):
+    own = tmp_path / "own"
+    save_base(own)
+    if kind == "notes":
+        (own / "notes.txt").write_text("mine")
+    elif kind == "checkpoints":
+        (own / "checkpoint-500").mkdir()
+    else:
+        (own / "config.json").write_text('{"my": "app"}')
+    before = sorted(path.name for path in own.iterdir())
+    result = midus("upscale", base, own, "--overwrite", "--num-subkeys", 8)
+    assert_refused(result, "which is no part of a model, and would be lost")
+    assert sorted(path.name for path in own.iterdir()) == before
 
 
 def test_places_that_cannot_be_written(midus, base, tmp_path):

@@ -146,7 +146,8 @@ def test_a_folder_without_a_model_can_receive_one(tmp_path):
 @pytest.mark.parametrize("keep_others", [True, False])
 def test_the_current_directory_stays_where_it_is(tmp_path, monkeypatch, keep_others):
     target = write_target(tmp_path / "out")
-    (target / "letter").touch()
+    if keep_others:
+        (target / "letter").touch()
     monkeypatch.chdir(target)
     with atomic_folder(Path(), overwrite=True, keep_others=keep_others) as work:
         write(work, "new")

@@ -13,6 +13,7 @@ are moved in one by one between removing the old `config.json` and adding the ne
 import ctypes
 import glob
 import hashlib
+import json
 import os
 import platform
 import re
@@ -36,9 +37,19 @@ _OWNED = re.compile(
 )
 
 
+# What else a model's folder holds; with another file in it, it is somebody's own.
+_OF_A_MODEL = re.compile(
+    r"[^.].*\.(json|safetensors|jinja|model|png)|(README|LICENSE|USE_POLICY|NOTICE)[^/]*|(merges|vocab)\.txt"
+    r"|tokenizer[^/]*|chat_template[^/]*|modeling_midus\.py|\.gitattributes"
+)
+
+
 @contextmanager
 def atomic_folder(
-    target: Path, overwrite: bool = False, keep_others: bool = False
+    target: Path,
+    overwrite: bool = False,
+    keep_others: bool = False,
+    variant: str | None = None,
 ) -> Iterator[Path]:
     """Yields a folder to fill; on leaving, it becomes ``target``.
 
@@ -47,9 +58,11 @@ def atomic_folder(
         overwrite: Whether an existing model folder may be replaced.
         keep_others: Replace the model in any folder and carry over the files that are not the
             model's, as when a trainer keeps its own state beside it.
+        variant: Of the weights that are saved and replaced, as transformers calls it; those of
+            others are files that are not the model's.
     """
     target = Path(os.path.realpath(target))
-    work = None
+    work, owned = None, _owned(variant)
     try:
         recover(target)
         if not keep_others:
@@ -62,11 +75,13 @@ def atomic_folder(
         yield work
         _sync_config_last(work)
         if _must_stay(target):
-            _move_into(work, target, keep_others)
+            _move_into(work, target, owned if keep_others else None)
         else:
             if keep_others and target.is_dir():
-                _carry_over(target, work)
+                _carry_over(target, work, owned)
             _put_in_place(work, target, overwrite or keep_others)
+            if keep_others and work.is_dir():  # the old folder, which changed places with it
+                _carry_over(work, target, owned)  # what another process has put there meanwhile
     except (OSError, SafetensorError) as error:
         if "No space left" in str(error):
             raise MidusError(
@@ -94,6 +109,25 @@ def check_target(target: Path, overwrite: bool) -> None:
         raise MidusError(
             f"{target} is not a model folder (no {CONFIG_NAME}), so it is not overwritten; "
             "choose another folder"
+        )
+    _refuse_somebodys_own(target)
+
+
+def _refuse_somebodys_own(target: Path) -> None:
+    try:
+        is_a_models = "model_type" in json.loads((target / CONFIG_NAME).read_text())
+    except (OSError, ValueError, TypeError):
+        is_a_models = True  # a damaged one, which is to be replaced
+    foreign = [
+        entry.name
+        for entry in sorted(target.iterdir())
+        if not _OF_A_MODEL.fullmatch(entry.name) or (entry.is_dir() and not entry.is_symlink())
+    ]
+    if foreign or not is_a_models:
+        what = foreign[0] if foreign else f"a {CONFIG_NAME} without model_type"
+        raise MidusError(
+            f"{target} holds {what}, which is no part of a model, and would be lost; move it away "
+            "or choose another folder"
         )
 
 
@@ -174,10 +208,20 @@ def _put_in_place(work: Path, target: Path, overwrite: bool) -> None:
     fsync(target.parent)
 
 
-def _move_into(work: Path, target: Path, keep_others: bool) -> None:
+def _owned(variant: str | None) -> re.Pattern[str]:
+    if variant is None:
+        return _OWNED
+    name = re.escape(variant)
+    return re.compile(
+        rf"model\.{name}(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index\.{name}\.json"
+    )
+
+
+def _move_into(work: Path, target: Path, owned: re.Pattern[str] | None) -> None:
+    """Moves files into a folder that stays; without ``owned`` all that was there goes."""
     (target / CONFIG_NAME).unlink(missing_ok=True)
     for old in target.iterdir():
-        if old != work and (not keep_others or _OWNED.fullmatch(old.name)):
+        if old != work and (owned is None or owned.fullmatch(old.name)):
             _delete(old)
     for new in sorted(work.iterdir(), key=lambda path: path.name == CONFIG_NAME):
         os.replace(new, target / new.name)
@@ -198,10 +242,10 @@ def _exchange(a: Path, b: Path) -> bool:
     return bool(done == 0)
 
 
-def _carry_over(old: Path, new: Path) -> None:
+def _carry_over(old: Path, new: Path, owned: re.Pattern[str]) -> None:
     for entry in old.iterdir():
         copy = new / entry.name
-        if os.path.lexists(copy) or _OWNED.fullmatch(entry.name):
+        if os.path.lexists(copy) or owned.fullmatch(entry.name):
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.copytree(entry, copy, copy_function=_link, symlinks=True)
