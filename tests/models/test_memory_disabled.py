@@ -9,7 +9,7 @@ import torch
 from tiny import every_bypass, every_family, fill_tables, grown, load, prompt_ids, tiny_base
 from transformers import DynamicCache, StaticCache
 
-from midus import MemoryConfig, MidusError, UpscaleConfig, upscale
+from midus import MemoryConfig, MidusError, UpscaleConfig, lora_targets, upscale
 from midus.memory import MEMORY_LAYERS
 from midus.models import fast, fused
 from midus.models.fast import FastDecoder, first_difference, generate_fast
@@ -217,6 +217,24 @@ def test_gates_are_not_folded_while_disabled_or_offloaded():
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
     with pytest.raises(MidusError, match="weights that are offloaded"):
         model.to("meta").fold_memory_gates()
+
+
+@pytest.mark.parametrize("bypass", ["attention", "joined"])
+def test_gates_are_not_folded_beside_an_adapter_of_the_bypass(bypass):
+    peft = pytest.importorskip("peft")
+    model = grown(memory=MemoryConfig(num_subkeys=8, bypass=bypass))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, **lora_targets(model)))
+    model.set_memory_gates({model.config.memory_positions[0]: 0.5})
+    with pytest.raises(MidusError, match="while an adapter is beside a bypass; merge it first"):
+        model.fold_memory_gates()
+    adapted.merge_and_unload()
+    model.fold_memory_gates()
+    assert set(model.memory_gates.values()) == {1.0}
+
+
+def test_gates_that_are_no_mapping_are_refused():
+    with pytest.raises(MidusError, match=r"gates=\[1\] must be a dict of numbers by position"):
+        grown().set_memory_gates([1])
 
 
 def test_generation_with_a_gate_is_the_same_with_and_without_a_cache():

@@ -11,6 +11,7 @@ from torch import nn
 from midus.models.block import MemoryBlock
 from midus.models.checkpoint import full_name, split_block_name
 from midus.models.record import inserted_positions
+from midus.models.wrapped import bare
 
 # Projections of memory layers, as they end in a memory block; tables and keys are no projections.
 _PROJECTIONS = (
@@ -28,6 +29,7 @@ def lora_targets(model: Any, inserted_only: bool = False) -> dict[str, list[str]
         model: A model of a supported family, with or without memory blocks.
         inserted_only: Leave the blocks of the base as they are.
     """
+    model = bare(model)
     inserted = set(inserted_positions(model.config))
     modules: set[str] = set()
     parameters: set[str] = set()

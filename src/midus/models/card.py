@@ -5,6 +5,7 @@ package and copies none of it, so a checkpoint never carries code that could go 
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -112,5 +113,6 @@ def read_licence(folder: Path) -> dict[str, str]:
                 break
             key, _, value = line.partition(":")
             if key in _LICENCE_FIELDS and value.strip():
-                fields[key] = value.strip().strip("\"'")
+                said = re.split(r"\s#", value)[0].strip().strip("\"'")  # without YAML's comment
+                fields[key] = "".join(char for char in said if char.isprintable())
     return fields

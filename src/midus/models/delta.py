@@ -25,6 +25,7 @@ from midus.models.record import base_of, record_of, update_record
 from midus.models.sources import source_id
 from midus.models.untrusted import reason_of, shown
 from midus.models.weights import Weights, require_finite, require_floats
+from midus.models.wrapped import bare
 
 HUB_KEYS = (
     "cache_dir",
@@ -161,7 +162,7 @@ def save_delta(model: Any, folder: str | Path, base: str | Path | None = None) -
         folder: Folder to write, in one atomic step.
         base: Where the base is, if the model does not record it or it has moved.
     """
-    target = Path(folder)
+    target, model = Path(folder), bare(model)
     with atomic_folder(target, keep_others=True) as work:
         config = write_delta(model, work, target, base)
         write_surroundings(work, config, base_licence(config), [], replacing=target)

@@ -13,6 +13,7 @@ from midus.models.checkpoint import write_surroundings
 from midus.models.delta import HUB_KEYS, base_licence, load_delta, write_delta
 from midus.models.quantized import leave_inserted
 from midus.models.record import set_trainable
+from midus.models.wrapped import bare
 
 _UPLOAD_KEYS = (
     "repo_id",
@@ -84,6 +85,8 @@ class CheckpointMixin:
                 "the model's weights are shared out over processes, and a delta is written by one; "
                 "save a full checkpoint, or load the model whole"
             )
+        if delta:
+            _refuse_beside_a_delta(self, kwargs)
         # PEFT adapters, distributed checkpoints and other ranks: transformers' own ways.
         if (
             getattr(self, "_hf_peft_config_loaded", False)
@@ -96,7 +99,7 @@ class CheckpointMixin:
             return
         upload = {key: kwargs.pop(key) for key in _UPLOAD_KEYS if key in kwargs}
         target = Path(save_directory)
-        with atomic_folder(target, keep_others=True) as work:
+        with atomic_folder(target, keep_others=True, variant=kwargs.get("variant")) as work:
             if delta:
                 config = write_delta(self, work, target, base)
             else:
@@ -130,6 +133,16 @@ class CheckpointMixin:
     def freeze_base(self) -> None:
         """Lets the inserted blocks train and nothing else (paper, Section 5.1)."""
         set_trainable(self)
+
+
+def _refuse_beside_a_delta(model: Any, options: dict[str, Any]) -> None:
+    bare(model)  # which has no adapters
+    for name in ("state_dict", "distributed_checkpoint", "variant"):
+        if options.get(name):
+            raise MidusError(
+                f"save_pretrained(delta=True) writes the model's own inserted tensors, and takes "
+                f"no {name}; leave one of them out"
+            )
 
 
 def _load_delta_adapted(cls: Any, source: Any, base: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from midus.errors import MidusError
 from midus.models.families import is_upscaled
 from midus.models.untrusted import check_base_model, check_making, is_whole, read_json, shown
+from midus.models.wrapped import bare
 
 RECORD_NAME = "midus.json"
 
@@ -72,6 +73,9 @@ def set_trainable(model: Any, trainable: str | None = None) -> None:
     """
     from midus.models.checkpoint import is_inserted
 
+    model = bare(model)
+    if trainable not in (None, "inserted", "all"):
+        raise MidusError(f"trainable={trainable!r} is unknown; choose one of inserted, all")
     everything = (trainable or record_of(model.config).get("trainable")) != "inserted"
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(everything or is_inserted(name, model.config))

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from midus.errors import MidusError
+from midus.memory.bypass import Bypass
 
 Gates = tuple[tuple[int, float], ...]
 """Positions whose gate is not 1, and their gates; empty for a model that is wholly on."""
@@ -69,6 +70,8 @@ class MemorySwitch:
             gates: A gate for each position that shall have one other than 1.
         """
         decoder: Any = self.base_model  # type: ignore[attr-defined]
+        if not isinstance(gates, Mapping):
+            raise MidusError(f"gates={gates!r} must be a dict of numbers by position")
         chosen = [
             (position, _checked_gate(position, gates[position]))
             for position in _checked(gates, decoder._memory_blocks())
@@ -94,6 +97,10 @@ class MemorySwitch:
             if any(weight.is_meta for block in gated for weight in block.parameters()):
                 raise MidusError(
                     "gates cannot be folded into weights that are offloaded; load the model whole"
+                )
+            if any(type(block.bypass) not in (Bypass, type(None)) for block in gated):
+                raise MidusError(
+                    "gates cannot be folded while an adapter is beside a bypass; merge it first"
                 )
             for block, gate in gated.items():
                 block.scale_correction(gate)

@@ -17,7 +17,7 @@ _MAX_JSON = 64 << 20  # the largest weight indices and configs take a few megaby
 _SHOWN = 200
 
 # Far beyond any model, and small enough that building one without weights takes a moment.
-_MAX_BLOCKS = 1024
+MAX_BLOCKS = 1024
 _MAX_SIZE = 2**31 - 1
 _SIZES = (
     "vocab_size",
@@ -121,10 +121,10 @@ def is_whole(value: Any, smallest: int, largest: int) -> bool:
 
 def refuse_odd_sizes(config: Any, source: Path) -> None:
     """Refuses a config whose sizes no model has, before anything is made of that size."""
-    if not is_whole(config.num_hidden_layers, 1, _MAX_BLOCKS):
+    if not is_whole(config.num_hidden_layers, 1, MAX_BLOCKS):
         raise MidusError(
             f"{source} has num_hidden_layers={_repr(config.num_hidden_layers)}, which must be a "
-            f"whole number from 1 to {_MAX_BLOCKS:,}; fetch the checkpoint again"
+            f"whole number from 1 to {MAX_BLOCKS:,}; fetch the checkpoint again"
         )
     for name in _SIZES:
         value = getattr(config, name, None)

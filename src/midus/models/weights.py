@@ -183,7 +183,20 @@ def write_copy(
                     file.write(piece)
             else:
                 assert dtype is not None
-                file.write(tensor_bytes(weights.read(old).to(dtype)))
+                file.write(tensor_bytes(_narrowed(weights.read(old), dtype, old)))
+
+
+def _narrowed(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    converted = tensor.to(dtype)
+    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
+        lost = converted.isinf() & tensor.isfinite()
+        if lost.any():
+            largest = tensor.abs().max().item()
+            raise MidusError(
+                f"{name} has values up to {largest:.3g}, which dtype={str(dtype)[6:]} cannot hold; "
+                "use bfloat16, or float32"
+            )
+    return converted
 
 
 def same_tensor(a: Weights, name_a: str, b: Weights, name_b: str, dtype: torch.dtype) -> bool:

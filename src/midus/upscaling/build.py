@@ -16,6 +16,7 @@ from midus.models.checkpoint import base_positions, block_names, renumber, split
 from midus.models.fitting import causal_lm_class
 from midus.models.record import set_trainable
 from midus.models.sources import source_id
+from midus.models.wrapped import bare
 from midus.upscaling.method import BaseBlocks, Growth, Track
 from midus.upscaling.methods import find_method, plan_upscaling, remarks
 
@@ -85,6 +86,11 @@ def upscale(
 
 
 def _refuse_unsuitable(model: Any) -> None:
+    if bare(model) is not model:
+        raise MidusError(
+            f"the base is wrapped in {type(model).__name__}; up-scale the model itself, "
+            "and wrap it then"
+        )
     if not hasattr(model, "config") or not hasattr(model, "lm_head"):
         raise MidusError(
             f"{type(model).__name__} is not a causal language model of transformers; "
