@@ -23,6 +23,11 @@ def test_every_option_has_one_help_text():
         ({"query_norm": "rms"}, "query_norm='rms' is unknown; choose one of none, batch, layer"),
         ({"key_init": "zero"}, "key_init='zero'"),
         ({"value_proj_init": "zero"}, "value_proj_init='zero'"),
+        ({"attention_residual": "None"}, "attention_residual='None' must be true or false"),
+        ({"attn_output_proj": 1}, "attn_output_proj=1 must be true or false"),
+        ({"query_proj": "no"}, "query_proj='no' must be true or false"),
+        ({"memory_output_proj": None}, "memory_output_proj=None must be true or false"),
+        ({"kind": ["hml"]}, "kind=.* must be a name"),
     ],
 )
 def test_bad_memory_options_are_refused(options, message):
@@ -51,6 +56,8 @@ def test_placement_and_positions_exclude_each_other():
         {"ot_reg": "a"},
         {"ot_reg": float("inf")},
         {"ot_rescale": "no"},
+        {"method": ["midus"]},
+        {"placement": ["dense"]},
     ],
     ids=str,
 )

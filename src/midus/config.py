@@ -26,6 +26,12 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise MidusError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}")
 
 
+def _names(config: Any, field_name: str) -> None:
+    value = getattr(config, field_name)
+    if not isinstance(value, str):
+        raise MidusError(f"{field_name}={value!r} must be a name")
+
+
 def _whole_number(name: str, value: Any, smallest: int, largest: int) -> None:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if not (is_number and smallest <= value <= largest):
@@ -99,7 +105,12 @@ class MemoryConfig:
                 f"top_k={self.top_k} is more than num_subkeys={self.num_subkeys}; "
                 "lower top_k or raise num_subkeys"
             )
+        _names(self, "kind")
         _one_of("values", self.values, VALUE_KINDS)
+        for name in ("attention_residual", "attn_output_proj", "query_proj", "memory_output_proj"):
+            value, is_optional = getattr(self, name), name != "memory_output_proj"
+            if not isinstance(value, bool) and not (value is None and is_optional):
+                raise MidusError(f"{name}={value!r} must be true or false")
         self._refuse_unused()
         # The other layers read a(x) = x + Attn(LN(x)) through a query projection (Eq. 2); HML
         # reads the head outputs as they are.
@@ -179,6 +190,9 @@ class UpscaleConfig:
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model."""
+        _names(self, "method")
+        if self.placement is not None:
+            _names(self, "placement")
         if self.num_inserted is not None:
             _whole_number("num_inserted", self.num_inserted, 1, _LARGEST_SIZE)
         _whole_number("seed", self.seed, 0, 2**32 - 1)

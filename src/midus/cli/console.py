@@ -127,7 +127,8 @@ def print_proof(done: Any, base: str, change: float | None) -> None:
         )
         return
     tensors = (
-        f"{done.equal_base_tensors} base tensors are byte-equal"
+        f"{done.equal_base_tensors} base tensors are "
+        + (f"equal once converted to {done.config.dtype}" if done.is_converted else "byte-equal")
         if done.equal_base_tensors is not None
         else "the base's tensors are used as they are"
     )

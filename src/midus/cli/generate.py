@@ -9,6 +9,9 @@ import typer
 from midus.cli import options
 from midus.errors import MidusError
 
+# Below it scores of tokens overflow.
+_COLDEST = 1e-6
+
 
 def generate(
     model: Annotated[str, typer.Argument(help="A base or an up-scaled model, full or delta.")],
@@ -59,21 +62,33 @@ def generate(
     tokenizer = load_tokenizer(model)
     if chat and tokenizer.chat_template is None:
         raise MidusError(f"{model} has no chat template; leave out --chat")
-    inputs = (
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
+    if 0 < temperature < _COLDEST:
+        raise MidusError(
+            f"temperature={temperature:g} is too small to draw with; give 0 for the "
+            f"likeliest token, or {_COLDEST:g} and more"
         )
-        if chat
-        else tokenizer(prompt, return_tensors="pt")
+    inputs = (
+        _chat_inputs(tokenizer, prompt, model) if chat else tokenizer(prompt, return_tensors="pt")
     )
-    if inputs["input_ids"].shape[1] == 0:
+    ids = inputs["input_ids"]
+    if ids.shape[1] == 0:
         raise MidusError("the prompt is empty; give some text")
+    config = read_config(resolve_source(model))
+    if int(ids.max()) >= config.vocab_size:
+        raise MidusError(
+            f"{model} has a vocabulary of {config.vocab_size}, and its tokenizer gives token "
+            f"{int(ids.max())}; use the tokenizer that belongs to it"
+        )
     loaded = load_model(
         model, base=base, dtype=dtype_named(dtype) if dtype else None, device=device
     )
+    length, positions = ids.shape[1] + max_new_tokens, config.max_position_embeddings
+    if length > positions:
+        console.err.print(
+            f"note       prompt and new tokens are {length}, and the model was made for "
+            f"{positions}; what it writes beyond may make no sense",
+            style="yellow",
+        )
     torch.manual_seed(seed)
     run = functools.partial(generate_fast, loaded) if fast else loaded.generate
     with loaded.memory_disabled() if no_memory else contextlib.nullcontext():
@@ -89,6 +104,22 @@ def generate(
         if compare:
             difference = first_difference(loaded, inputs["input_ids"], max_new_tokens)
             console.err.print(_told(difference))
+
+
+def _chat_inputs(tokenizer: Any, prompt: str, model: str) -> Any:
+    from midus.models.untrusted import reason_of
+
+    try:
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+    except Exception as error:  # whatever a template raises
+        raise MidusError(
+            f"{model} has a chat template that fails ({reason_of(error)}); leave out --chat"
+        ) from error
 
 
 def _told(difference: Any) -> str:

@@ -79,7 +79,8 @@ def main() -> None:
     except (OSError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        print(f"midus: {str(error).splitlines()[0]}", file=sys.stderr)
+        said = str(error).strip() or "out of memory"
+        print(f"midus: {said.splitlines()[0]}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

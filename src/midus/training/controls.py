@@ -31,7 +31,7 @@ def causal_lm(model: Any) -> Any:
 
 def lora_rank(model: Any, target: int) -> int:
     """The rank at which LoRA on every linear layer of the blocks has nearest to ``target``."""
-    a_rank = sum(sum(module.weight.shape) for _, module in _block_linears(model))
+    a_rank: int = sum(m.in_features + m.out_features for _, m in _block_linears(model))
     return max(1, round(target / a_rank))
 
 
@@ -48,7 +48,7 @@ def _lora(model: Any, target: int, seed: int) -> Any:
     rank = lora_rank(model, target)
     leaves = sorted({name.rpartition(".")[2] for name, _ in _block_linears(model)})
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return get_peft_model(
             model,
             LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=leaves, task_type="CAUSAL_LM"),

@@ -104,7 +104,7 @@ def train_predictor(
     targets = torch.cat(rows[1:-1])
     with torch.inference_mode(False), torch.random.fork_rng(devices=[]), torch.enable_grad():
         inputs, targets = inputs.clone(), targets.clone()  # made in whatever mode the caller is in
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         predictor = make_predictor(targets.shape[1])
         optimizer = torch.optim.AdamW(predictor.parameters(), lr=_LEARNING_RATE)
         for _ in range(epochs):

@@ -10,6 +10,7 @@ from midus.errors import MidusError
 from midus.models.block import MemoryBlock
 from midus.models.configuration import make_deeper_config, make_upscaled_config
 from midus.models.families import find_family, is_upscaled
+from midus.models.untrusted import MAX_BLOCKS
 from midus.upscaling import (
     avg_deus,
     base,
@@ -65,6 +66,11 @@ def plan_upscaling(
             "up-scale the unquantized one"
         )
     plan = method.make_plan(config, base_config.num_hidden_layers)
+    if len(plan.sources) > MAX_BLOCKS:
+        raise MidusError(
+            f"the grown model would have {len(plan.sources):,} blocks, and checkpoints of more "
+            f"than {MAX_BLOCKS:,} are refused; insert fewer"
+        )
     placement = None if config.positions else config.placement or method.default_placement
     if method.inserts != "memory":
         record = {

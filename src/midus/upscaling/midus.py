@@ -51,7 +51,7 @@ def make_block_tensors(
     with torch.device("meta"):
         block = MemoryBlock(config, layer_idx)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed((seed << 16) + layer_idx)
+        torch.default_generator.manual_seed((seed << 16) + layer_idx)
         for parent in (block.memory, block.memory_output_proj, block.bypass):
             for module in parent.modules() if parent is not None else ():
                 reset = getattr(module, "reset_parameters", None)

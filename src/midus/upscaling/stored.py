@@ -39,7 +39,6 @@ from midus.models.sources import resolve_source, source_id
 from midus.models.weights import (
     INDEX_NAME,
     Weights,
-    dtype_named,
     require_finite,
     require_floats,
     same_tensor,
@@ -64,7 +63,9 @@ class StoredUpscaling:
     identity_blocks: int | None
     """Inserted blocks shown to return their input bit for bit; None if the method is not so."""
     equal_base_tensors: int | None
-    """Base tensors found byte-equal in the new checkpoint; None for a delta, which has none."""
+    """Base tensors found equal in the new checkpoint; None for a delta, which has none."""
+    is_converted: bool
+    """Whether some of them were converted to another type before they were compared."""
     num_bytes: int
 
 
@@ -135,6 +136,7 @@ def upscale_checkpoint(
         for position, block in method.make_blocks(growth)
     )
     equal: int | None = None
+    is_converted = not delta and any(entry.dtype != dtype for entry in weights.values())
     with atomic_folder(target, overwrite) as work:
         if delta:
             inserted = {name: tensor for block in blocks for name, tensor in block.items()}
@@ -151,7 +153,7 @@ def upscale_checkpoint(
         if method.preserves_function:
             proven = prove_identity(new_config, lambda p: _read_block(written, p), track)
         num_bytes = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
-    return StoredUpscaling(target, new_config, plan, proven, equal, num_bytes)
+    return StoredUpscaling(target, new_config, plan, proven, equal, is_converted, num_bytes)
 
 
 def refuse_delta(config: UpscaleConfig, delta: bool) -> None:
@@ -197,7 +199,7 @@ def merge_delta(
         causal_lm_class(config), config, tensors, base_names(weights, config), weights, folder
     )
     update_record(config, is_delta=False)
-    dtype = dtype_named(str(config.dtype or _main_dtype(weights, folder)).removeprefix("torch."))
+    dtype = config.dtype or _main_dtype(weights, folder)
     check_space(target, _num_bytes(weights, config, dtype))
     with atomic_folder(target, overwrite) as work:
         positions = inserted_positions(config)
