@@ -23,6 +23,7 @@ from midus import (
 from midus.models.checkpoint import is_inserted
 from midus.training import run as runs_module
 from midus.training.continuing import changed_option
+from midus.training.options import TrainOptions
 from midus.training.run import train
 from midus.training.watching import read_metrics
 
@@ -390,6 +391,42 @@ def test_a_run_begun_before_an_option_goes_on_with_its_default(tmp_path, name):
         assert changed_option(saved, options)[0] == name
 
 
+def test_a_home_folder_is_one_folder_for_all(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = make_options(tmp_path)
+    own = TrainOptions.from_dict({**options.to_dict(), "output": "~/mine"})
+    assert own.output == str(tmp_path / "mine")
+    with pytest.raises(MidusError, match="output='~nobody-here/run' names no user's home"):
+        TrainOptions.from_dict({**options.to_dict(), "output": "~nobody-here/run"})
+
+
+def test_a_finished_model_without_a_checkpoint_is_not_trained_again(tmp_path):
+    options = {"trainer": {"save_strategy": "no", "max_steps": 2}}
+    train(make_options(tmp_path, **options), resume=True)
+    before = load_file(tmp_path / "run" / "model" / "delta.safetensors")
+    with pytest.raises(MidusError, match="holds a finished model and no checkpoint to go on from"):
+        train(make_options(tmp_path, **options), resume=True)
+    other = make_options(tmp_path, optimizer={"recipe": "short", "lr": 0.5}, **options)
+    with pytest.raises(MidusError, match=r"begun with optimizer\.lr"):
+        train(other, resume=True)
+    assert same(before, load_file(tmp_path / "run" / "model" / "delta.safetensors")) == []
+
+
+def test_a_folder_is_one_runs_at_a_time(tmp_path):
+    class Second(TrainerCallback):
+        refused = 0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            with pytest.raises(MidusError, match="is in use by another midus train"):
+                train(make_options(tmp_path), resume=True)
+            Second.refused += 1
+
+    options = make_options(tmp_path, trainer={"max_steps": 2})
+    train(options, callbacks=[Second()])
+    assert Second.refused == 2
+    train(options, resume=True)  # and free afterwards
+
+
 def test_a_run_begun_before_fused_blocks_had_none(tmp_path):
     options = make_options(tmp_path).to_dict()
     saved = {key: value for key, value in options.items() if key != "fused_blocks"}
@@ -403,6 +440,10 @@ def test_a_run_begun_before_fused_blocks_had_none(tmp_path):
         ({"key_start": "queries", "stage": "sft"}, "key_start='queries' is for stage cpt"),
         ({"key_start": "queries", "upscale": {"method": "llama_pro"}}, "needs memory layers with"),
         ({"upscale": {"num_inserted": 99}}, "num_inserted=99"),
+        ({"data": {"sources": ["x"], "seq_len": 4096}}, "data.seq_len=4096 is more than the model"),
+        ({"load_in_4bit": True, "control": "last_layers"}, "which load_in_4bit packs"),
+        ({"load_in_4bit": True, "upscale": {"method": "llama_pro"}}, "load_in_4bit trains memory"),
+        ({"load_in_4bit": True, "upscale": None}, "load_in_4bit trains memory blocks beside"),
     ],
 )
 def test_what_cannot_be_is_refused_before_texts_are_read(tmp_path, monkeypatch, values, message):
@@ -410,6 +451,22 @@ def test_what_cannot_be_is_refused_before_texts_are_read(tmp_path, monkeypatch, 
     monkeypatch.setattr(runs_module, "_data", lambda *_: pytest.fail("texts were read"))
     with pytest.raises(MidusError, match=message):
         train(options)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"max_steps": None}, "trainer.max_steps=None"),
+        ({"max_steps": "100"}, "trainer.max_steps='100'"),
+        ({"max_steps": float("inf")}, "trainer.max_steps=inf"),
+        ({"max_steps": -1, "num_train_epochs": 0}, "trainer.num_train_epochs=0 must be a number"),
+        ({"max_steps": -1, "num_train_epochs": -2}, "trainer.num_train_epochs=-2 must be a number"),
+        ({"eval_strategy": "no"}, "waits for evaluations, and trainer.eval_strategy='no' has none"),
+    ],
+)
+def test_arguments_that_make_no_run_are_refused(tmp_path, trainer, message):
+    with pytest.raises(MidusError, match=message):
+        train(make_options(tmp_path, trainer=trainer, early_stopping_patience=2))
 
 
 def test_a_half_written_checkpoint_is_never_taken(tmp_path, monkeypatch):

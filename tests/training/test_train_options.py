@@ -120,6 +120,15 @@ def test_control_needs_something_to_stand_against(file):
         read_options(file, ["control=lora", "upscale=null"])
 
 
+def test_a_key_that_stands_twice_is_refused(tmp_path, file):
+    path = tmp_path / "twice.yaml"
+    path.write_text(
+        file.read_text() + "\noptimizer: {matrices: muon}\noptimizer: {recipe: short}\n"
+    )
+    with pytest.raises(MidusError, match=r"is not valid YAML .*optimizer is given twice"):
+        read_options(path)
+
+
 def test_missing_options_are_named(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("stage: cpt\nmodel: m\n")

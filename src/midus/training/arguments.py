@@ -39,8 +39,12 @@ def make_arguments(options: TrainOptions, has_held_out: bool, world_size: int = 
     _refuse_wrong_types(trainer, cls)
     per_device = trainer.setdefault("per_device_train_batch_size", min(8, options.batch_size))
     for name, smallest in _SMALLEST.items():
-        if trainer.get(name, smallest) < smallest:
-            raise MidusError(f"trainer.{name}={trainer[name]!r} must be at least {smallest}")
+        value = trainer.get(name)
+        if value is not None and value < smallest:
+            raise MidusError(f"trainer.{name}={value!r} must be at least {smallest}")
+    epochs = trainer.get("num_train_epochs", 1)
+    if trainer.get("max_steps", -1) <= 0 and not 0 < epochs < math.inf:
+        raise MidusError(f"trainer.num_train_epochs={epochs!r} must be a number above 0")
     accumulation, rest = divmod(options.batch_size, per_device * world_size)
     if rest or not accumulation:
         raise MidusError(
@@ -84,6 +88,11 @@ def make_arguments(options: TrainOptions, has_held_out: bool, world_size: int = 
             "greater_is_better": False,
             "load_best_model_at_end": options.keep_best,
         }
+        if options.early_stopping_patience and str(values["eval_strategy"]) == "no":
+            raise MidusError(
+                "early_stopping_patience waits for evaluations, and trainer.eval_strategy='no' has "
+                "none; leave one of them out"
+            )
     elif options.keep_best or options.early_stopping_patience:
         raise MidusError(
             "keep_best and early_stopping_patience need held-out data; set data.held_out or "

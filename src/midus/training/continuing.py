@@ -1,8 +1,12 @@
 """A run's folder, and whether it is the same run that goes on there."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from midus.errors import MidusError
 from midus.models.sources import source_id
@@ -37,11 +41,37 @@ def open_run(run: Path, options: TrainOptions, resume: bool) -> None:
         raise MidusError(
             f"{run} holds a run already; pass --resume to go on with it, or choose another output"
         )
-    if resume and checkpoint and saved.is_file():
+    has_model = (run / MODEL_NAME).exists()
+    if resume and (checkpoint or has_model) and saved.is_file():
         _refuse_other_options(_read_json(saved), options.to_dict(), run)
+    if has_model and not checkpoint:
+        raise MidusError(
+            f"{run} holds a finished model and no checkpoint to go on from; choose another output, "
+            f"or move {run / MODEL_NAME} away to train again"
+        )
     run.mkdir(parents=True, exist_ok=True)
     clear_staged(run)
     replace_text(saved, json.dumps(options.to_dict(), indent=2) + "\n")
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Keeps the run's folder from a second run, until this one ends or dies."""
+    run.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(run / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise MidusError(
+            f"{run} is in use by another midus train; wait for it, or choose another output"
+        ) from error
+    except (OSError, NotImplementedError):  # a file system without locks
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def _steps(options: TrainOptions, arguments: Any, tokens_a_step: int) -> int | N
     """As many as there are at most, or None where only the data tells."""
     if arguments.max_steps > 0:
         return int(arguments.max_steps)
-    if not options.data.max_tokens:
+    if options.stage == "sft" or not options.data.max_tokens:
         return None
     return max(1, int(arguments.num_train_epochs * options.data.max_tokens // tokens_a_step))
 

@@ -3,7 +3,8 @@
 from typing import Any
 
 from midus.errors import MidusError
-from midus.models.record import record_of
+from midus.models.fitting import refuse_too_long
+from midus.models.record import inserted_positions, record_of
 from midus.training.options import TrainOptions
 from midus.training.starting import planned_config
 
@@ -31,6 +32,10 @@ def refuse_impossible(
         raise MidusError(
             "by_stream in optimizer.parts is for stage cpt without sharding; leave it out"
         )
+    if options.stage == "cpt":
+        refuse_too_long(options.data.seq_len, planned, "data.seq_len")
+    if options.load_in_4bit:
+        _refuse_in_4bit(options, planned)
     if options.key_start != "queries":
         return
     if not is_whole_cpt:
@@ -40,4 +45,18 @@ def refuse_impossible(
     if options.control != "none" or record_of(planned).get("memory") not in _PRODUCT_KEYS:
         raise MidusError(
             "key_start='queries' needs memory layers with product keys (hml, pkm); leave it out"
+        )
+
+
+def _refuse_in_4bit(options: TrainOptions, planned: Any) -> None:
+    if options.control == "last_layers":
+        raise MidusError(
+            "control='last_layers' trains blocks of the base, which load_in_4bit packs; leave one "
+            "of them out"
+        )
+    grows_copies = options.upscale is not None and options.upscale.method != "midus"
+    if options.control == "none" and (grows_copies or not inserted_positions(planned)):
+        raise MidusError(
+            "load_in_4bit trains memory blocks beside a packed base, or control: lora; use "
+            "upscale.method: midus, or leave it out"
         )

@@ -123,6 +123,8 @@ class TrainOptions:
         for name in ("load_in_4bit", "keep_best", "fused_blocks", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise MidusError(f"{name}={getattr(self, name)!r} must be true or false")
+        if self.output.startswith("~"):  # the trainer would expand it for itself alone
+            object.__setattr__(self, "output", _expanded(self.output))
         if not is_seed(self.seed):
             raise MidusError(f"seed={self.seed!r} must be a whole number from 0 to {LARGEST_SEED}")
         if self.attention is not None and not isinstance(self.attention, str):
@@ -159,6 +161,13 @@ class TrainOptions:
         """Every option, as plain values for YAML or JSON."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return values
+
+
+def _expanded(path: str) -> str:
+    try:
+        return str(Path(path).expanduser())
+    except RuntimeError as error:
+        raise MidusError(f"output={path!r} names no user's home ({error}); write it out") from error
 
 
 def read_options(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> TrainOptions:

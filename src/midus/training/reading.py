@@ -25,7 +25,7 @@ def read_yaml(
     file = Path(path)
     try:
         # Numbers are made here, in a copy that shares nothing: YAML's aliases are one object.
-        values = numeric(yaml.safe_load(file.read_text(encoding="utf-8")))
+        values = numeric(yaml.load(file.read_text(encoding="utf-8"), Loader=_unique_keys()))
     except OSError as error:
         raise MidusError(f"{file} cannot be read ({error.strerror}); give a YAML file") from error
     except (yaml.YAMLError, ValueError) as error:  # such as 2024-13-01, a date that is none
@@ -38,6 +38,23 @@ def read_yaml(
     for override in overrides:
         override_option(values, override)
     return values
+
+
+def _unique_keys() -> Any:
+    """PyYAML's safe loader, which would take the last of two equal keys without a word."""
+    import yaml
+
+    class UniqueKeys(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for key in keys:
+                if keys.count(key) > 1:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"{key} is given twice", node.start_mark
+                    )
+            return super().construct_mapping(node, deep)
+
+    return UniqueKeys
 
 
 def override_option(values: Any, override: str) -> None:

@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from midus.models.record import inserted_positions
 from midus.reports import conditions, machine_name
 from midus.training.arguments import count_steps, make_arguments
 from midus.training.checkpoint import last_checkpoint, replace_text, write_weights
-from midus.training.continuing import MODEL_NAME, open_run
+from midus.training.continuing import MODEL_NAME, locked, open_run
 from midus.training.controls import causal_lm
 from midus.training.distributed import first_rank_first, from_first_rank, is_first_rank
 from midus.training.feasible import refuse_impossible
@@ -88,6 +90,19 @@ def train(
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         options = replace(options, sharding="fsdp2")  # as accelerate's settings say
     run = Path(options.output)
+    with locked(run) if world.is_main_process else nullcontext():
+        return _train_in(run, options, world, resume, track, say, callbacks)
+
+
+def _train_in(
+    run: Path,
+    options: TrainOptions,
+    world: Any,
+    resume: bool,
+    track: Track,
+    say: Callable[[str], None],
+    callbacks: Sequence[TrainerCallback],
+) -> TrainResult:
     if world.is_main_process:
         open_run(run, options, resume)
     world.wait_for_everyone()
@@ -274,8 +289,9 @@ def _data(
 def _enough(options: TrainOptions) -> DataOptions:
     """No more text than the steps read, so that a large corpus is not tokenised for a short run."""
     steps = options.trainer.get("max_steps", -1)
-    if options.data.max_tokens is not None or steps <= 0:
-        return options.data
+    is_number = isinstance(steps, int | float) and not isinstance(steps, bool)
+    if options.data.max_tokens is not None or not is_number or not 0 < steps < math.inf:
+        return options.data  # what is no number of steps is refused with the other arguments
     return replace(options.data, max_tokens=int(steps) * options.batch_size * options.data.seq_len)
 
 
