@@ -4,7 +4,7 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from midus import MidusError
-from midus.evaluation.harness import _manager, _tasks_folder
+from midus.evaluation.harness import _manager, _tasks_folder, any_column
 from midus.evaluation.paper import PAPER, matching_rows
 from midus.evaluation.suites import SUITES, find_suite
 
@@ -122,3 +122,11 @@ def test_other_models_see_the_papers_smaller_base_and_its_method():
     rows = matching_rows("math", [other])
     assert [row.method for row in rows] == ["Base", "MIDUS-HML"]
     assert {row.backbone for row in rows} == {"Llama-3.2-1B"}
+
+
+@pytest.mark.parametrize(
+    ("task", "is_share"),
+    [("hellaswag", True), ("gsm8k", True), ("wmt14-en-fr", False)],
+)
+def test_only_shares_are_shown_in_percent(task, is_share):
+    assert any_column(task, None).percent is is_share

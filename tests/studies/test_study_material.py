@@ -71,6 +71,15 @@ def test_a_base_is_known_by_all_that_it_computes(material, tmp_path, change, is_
     assert (mine == Material(material["base"], material["tokens"], {}).identity) is is_same
 
 
+def test_tokens_of_another_tokenizer_are_refused(material, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(material["base"], base)
+    path = base / "tokenizer.json"
+    path.write_text(path.read_text().replace('"w7"', '"w700"'))
+    with pytest.raises(MidusError, match=r"was made with the tokenizer of .* build it again with"):
+        Material(str(base), material["tokens"], {})
+
+
 def test_a_text_without_words_is_refused(material, tmp_path):
     (tmp_path / "empty.txt").write_text("  \n")
     with pytest.raises(MidusError, match=r"empty.txt holds no words"):

@@ -178,6 +178,8 @@ def test_pairs_are_called_what_they_are():
         ({"upscale.method": "midus", "key_start": "queries"}, None),
         ({"upscale.method": "midus", "control": "lora"}, None),
         ({"upscale.method": "midus", "trainable": "all"}, None),
+        ({"upscale.method": "llama_pro", "optimizer.matrices": "muon"}, None),
+        ({"upscale.method": "llama_pro", "trainer.optim": "sgd"}, None),
     ],
 )
 def test_a_run_has_the_papers_name_if_it_is_the_papers(own, name):

@@ -17,6 +17,9 @@ from midus.errors import MidusError, suggest
 from midus.evaluation.local import apply_local, find_local
 from midus.evaluation.suites import Column
 
+# Metrics from 0 to 1, besides accuracies; others are shown as they are, and in no mean.
+_SHARES = frozenset({"exact_match", "em", "f1", "mcc", "contains", "pass@1", "recall", "precision"})
+
 SEED = 1234
 _BOOTSTRAP = 1000
 
@@ -102,9 +105,14 @@ def any_column(name: str, shots: int | None) -> Column:
         str(path.parent.relative_to(_tasks_folder())),
         filter=filters[0]["name"],
         shots=settings.get("num_fewshot") or 0 if shots is None else shots,
-        percent=not is_perplexity,
+        percent=_is_share(metric["metric"]),
         higher_is_better=metric.get("higher_is_better", not is_perplexity),
     )
+
+
+def _is_share(metric: str) -> bool:
+    """Whether a metric of the harness is a share of all documents, from 0 to 1."""
+    return metric in _SHARES or metric.startswith("acc") or metric.endswith(("_acc", "_accuracy"))
 
 
 def run_task(lm: Any, task: HarnessTask, limit: int | None) -> TaskResult:

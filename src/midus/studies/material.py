@@ -13,6 +13,7 @@ from torch import Tensor
 
 from midus.config import UpscaleConfig
 from midus.data.documents import read_documents
+from midus.data.encoding import read_encoding
 from midus.data.ids import read_ids
 from midus.data.options import SourceOptions
 from midus.data.tokens import TokenDataset, TokenFolder
@@ -63,6 +64,12 @@ class Material:
                 raise MidusError(
                     f"{tokens} has no {split} tokens; build it with midus data build {share} 0.02"
                 )
+        if self.folder.tokenizer_sha256 != read_encoding(model).sha256:
+            other = self.folder.manifest["tokenizer"]["source"]
+            raise MidusError(
+                f"{tokens} was made with the tokenizer of {other}, which is not the one of "
+                f"{model}; build it again with --tokenizer {model}"
+            )
         self.base = load_model(model, device="cpu")
         tokenizer = load_tokenizer(model) if texts else None
         self.texts = {name: _read_text(path, tokenizer) for name, path in texts.items()}

@@ -35,9 +35,12 @@ Searched = list[tuple[Trial, Row | None]]
 def paper_name(options: TrainOptions) -> str | None:
     """What the paper calls a run; None for one it has not.
 
-    Rates and starts may differ; the method, its sizes and its structure may not.
+    Rates and starts may differ; the method, its sizes, its structure and its optimizer may not.
     """
     if (options.control, options.key_start, options.trainable) != ("none", "random", "auto"):
+        return None
+    optim = str(options.trainer.get("optim", "adamw"))
+    if options.optimizer.matrices != "adamw" or not optim.startswith("adamw"):
         return None
     own = options.upscale
     if own is None:
