@@ -46,6 +46,31 @@ def test_weights_and_several_sources(tmp_path, midus, model, corpus):
     assert [source["train"]["tokens"] for source in sources] == [900, 100]
 
 
+def test_sources_that_are_too_short_are_said(tmp_path, midus, model, corpus):
+    short = write_lines(tmp_path / "b.jsonl", sentences(3, seed=1))
+    command = ["data", "build", corpus, short, "--tokenizer", model, "--workers", 1]
+    mixed = midus(*command, "--out", tmp_path / "mixed", "--tokens", 1_000, "--weights", "1,1")
+    assert mixed.code == 0, mixed.err
+    (note,) = [line for line in mixed.out.splitlines() if line.startswith("note")]
+    assert "source 2 has" in note
+    assert "its weight asks for 500" in mixed.out.replace("\n", " ")
+    all_of_it = midus(*command, "--out", tmp_path / "all", "--tokens", 10**9)
+    assert "are all there are, and 1,000,000,000 were asked for" in all_of_it.out.replace("\n", " ")
+    assert "note" not in midus(*command, "--out", tmp_path / "some", "--tokens", 300).out
+
+
+def test_info_of_files_that_are_others_is_refused(tmp_path, midus, model, corpus):
+    out = tmp_path / "out"
+    assert midus("data", "build", corpus, "--tokenizer", model, "--out", out).code == 0
+    path = out / "train-00000.bin"
+    tokens = bytearray(path.read_bytes())
+    tokens[10:14] = b"\xff\xff\xff\xff"
+    path.write_bytes(bytes(tokens))
+    told = midus("data", "info", out)
+    assert told.code == 2
+    assert "is not what its manifest says (sha256" in told.err.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("options", "parts"),
     [

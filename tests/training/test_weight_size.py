@@ -235,5 +235,15 @@ def test_a_run_counts_its_steps_and_says_the_rates(tmp_path):
 def test_epochs_are_counted_where_no_steps_are_given(tmp_path):
     options = make_options(tmp_path, trainer={"num_train_epochs": 1.5, "max_steps": -1})
     arguments = make_arguments(options, has_held_out=False)
-    assert count_steps(arguments, 100, 8) == 18  # of 12 whole batches a pass
+    assert count_steps(arguments, 100, 8) == 20  # 12 a pass, and one of the 4 that are left
     assert count_steps(arguments, 7, 8) == 1
+
+
+def test_steps_are_counted_as_the_trainer_takes_them(tmp_path):
+    accumulated = {"num_train_epochs": 3, "max_steps": -1, "per_device_train_batch_size": 2}
+    options = make_options(tmp_path, batch_size=16, trainer=accumulated)
+    trainer, _ = make_trainer(options)
+    counted = count_steps(trainer.args, len(trainer.train_dataset), 16)
+    assert len(trainer.train_dataset) % 16 >= 2, "a pass must leave something over"
+    trainer.train()
+    assert trainer.state.global_step == counted

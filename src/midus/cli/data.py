@@ -104,6 +104,29 @@ def build(
         console.out.print(f"submitted  {out} appears when the last job has ended")
         return
     _print_folder(folder)
+    for note in _shortfalls(folder.manifest, tokens, shares if weights else None):
+        console.out.print(f"note       {note}", style="yellow")
+
+
+def _shortfalls(
+    manifest: dict[str, Any], tokens: int | None, weights: list[float] | None
+) -> list[str]:
+    """Where sources had fewer tokens than were asked for."""
+    if tokens is None:
+        return []
+    if weights is None:
+        found = manifest["splits"]["train"]["tokens"]
+        short = found < tokens
+        return [f"{found:,} tokens are all there are, and {tokens:,} were asked for"] * short
+    notes = []
+    for number, (source, weight) in enumerate(zip(manifest["sources"], weights, strict=True), 1):
+        wanted, found = int(tokens * weight / sum(weights)), source["train"]["tokens"]
+        if found < wanted:
+            notes.append(
+                f"source {number} has {found:,} tokens, and its weight asks for {wanted:,}; the "
+                "mixture is not as its weights say"
+            )
+    return notes
 
 
 @data.command()
@@ -114,9 +137,11 @@ def info(
     ] = False,
 ) -> None:
     """Show what a token folder holds, and check that it is whole."""
+    from midus.cli import console
     from midus.data.tokens import TokenFolder
 
     opened = TokenFolder(folder)
+    opened.check_contents(console.track)
     if as_json:
         print(json.dumps(opened.manifest, indent=2, ensure_ascii=False))
     else:

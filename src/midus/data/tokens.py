@@ -7,8 +7,9 @@ token. Sequences are cut from it without gaps, and the tokens at its end that fi
 left out.
 """
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,25 @@ class TokenFolder:
                 f"{path} has {path.stat().st_size:,} bytes and its manifest says {num_bytes:,}; "
                 "copy the folder again or build it again"
             )
+
+    def check_contents(
+        self, track: Callable[[Iterable[Any], str], Iterable[Any]] = lambda items, _: items
+    ) -> None:
+        """Reads every file and refuses one that is not what was written.
+
+        Args:
+            track: Wraps the loop over files in a progress bar.
+        """
+        files = [file for split in self.manifest["splits"].values() for file in split["files"]]
+        for file in track(files, "reading tokens"):
+            path = self.path / file["name"]
+            with path.open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            if digest != file["sha256"]:
+                raise MidusError(
+                    f"{path} is not what its manifest says (sha256 {digest[:12]}, not "
+                    f"{file['sha256'][:12]}); copy the folder again or build it again"
+                )
 
     @property
     def tokenizer_sha256(self) -> str:

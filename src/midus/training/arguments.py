@@ -120,7 +120,10 @@ def count_steps(arguments: Any, num_examples: int, batch_size: int) -> int:
     """
     if arguments.max_steps > 0:
         return int(arguments.max_steps)
-    steps: int = math.ceil(arguments.num_train_epochs * (num_examples // batch_size))
+    accumulation = arguments.gradient_accumulation_steps
+    batches = num_examples // (batch_size // accumulation)
+    # As the trainer has it: what is left of a pass makes a last step, smaller than the others.
+    steps: int = math.ceil(arguments.num_train_epochs * max(1, math.ceil(batches / accumulation)))
     return max(1, steps)
 
 
