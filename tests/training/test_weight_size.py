@@ -236,7 +236,7 @@ def test_epochs_are_counted_where_no_steps_are_given(tmp_path):
     options = make_options(tmp_path, trainer={"num_train_epochs": 1.5, "max_steps": -1})
     arguments = make_arguments(options, has_held_out=False)
     assert count_steps(arguments, 100, 8) == 20  # 12 a pass, and one of the 4 that are left
-    assert count_steps(arguments, 7, 8) == 1
+    assert count_steps(arguments, 7, 8) == 2  # one a pass, and half of another
 
 
 def test_steps_are_counted_as_the_trainer_takes_them(tmp_path):
