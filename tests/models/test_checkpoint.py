@@ -572,6 +572,20 @@ def test_push_to_hub_uploads_weights_stub_and_card(tmp_path, monkeypatch, way, d
     )
 
 
+def test_a_branch_that_is_pushed_to_is_made(monkeypatch):
+    from huggingface_hub import HfApi
+
+    done = []
+    repo = type("Repo", (), {"repo_id": "me/grown"})
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, *args, **kwargs: repo)
+    monkeypatch.setattr(HfApi, "create_branch", lambda self, **kwargs: done.append(kwargs))
+    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **kwargs: done.append(kwargs))
+    upscale(tiny_base(), CONFIG).push_to_hub("grown", revision="v2")
+    made, uploaded = done
+    assert made == {"repo_id": "me/grown", "branch": "v2", "exist_ok": True}
+    assert uploaded["revision"] == "v2"
+
+
 @pytest.mark.parametrize("delta", [False, True])
 def test_a_checkpoint_grown_file_to_file_names_its_class(tmp_path, delta):
     save_base(tmp_path / "base")

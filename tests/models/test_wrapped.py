@@ -77,3 +77,10 @@ def test_weights_of_a_variant_stand_beside_the_others(tmp_path):
     names = {path.name for path in (tmp_path / "out").glob("*.safetensors")}
     assert names == {"model.safetensors", "model.fp16.safetensors"}
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+
+
+def test_a_base_on_several_devices_is_not_grown_in_memory():
+    base = tiny_base()
+    base.hf_device_map = {"model": 0, "lm_head": 1}
+    with pytest.raises(MidusError, match="spread over 2 devices; load it on one, or grow its"):
+        upscale(base)

@@ -412,6 +412,20 @@ def test_a_finished_model_without_a_checkpoint_is_not_trained_again(tmp_path):
     assert same(before, load_file(tmp_path / "run" / "model" / "delta.safetensors")) == []
 
 
+@pytest.mark.parametrize("stage", ["cpt", "sft"])
+def test_other_data_is_no_continuation(tmp_path, stage):
+    options = make_options(tmp_path, stage=stage)
+    with pytest.raises(Crash):
+        train(options, callbacks=[CrashAt(6)])
+    data = tmp_path / f"{stage}.jsonl"
+    before = data.read_text()
+    data.write_text(before.replace("w7", "w8"))
+    with pytest.raises(MidusError, match="was begun with other data: a source has changed since"):
+        train(options, resume=True)
+    data.write_text(before)
+    assert train(options, resume=True).steps == 12
+
+
 def test_a_folder_is_one_runs_at_a_time(tmp_path):
     class Second(TrainerCallback):
         refused = 0

@@ -5,6 +5,7 @@ template. TRL trains on completions only, and adds the EOS token to a plain comp
 end with it, so the one added here stays the only one.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ class PreparedRows:
     """Rows that could not be used."""
     bad_row_names: list[str]
     """Where the first bad rows stand and what is wrong with them."""
+    identity: str
+    """Stands for every row, in order."""
 
 
 def read_instructions(options: DataOptions, tokenizer: Any) -> PreparedRows:
@@ -97,6 +100,7 @@ def read_instructions(options: DataOptions, tokenizer: Any) -> PreparedRows:
         num_rows=len(train) + len(held_out),
         bad_rows=bad.count,
         bad_row_names=names,
+        identity=hashlib.sha256(json.dumps([train, held_out]).encode()).hexdigest(),
     )
 
 

@@ -41,6 +41,16 @@ class PreparedText:
     notes: list[str] = field(default_factory=list)
     """What the user should know: a source that is repeated, or too little held-out text."""
 
+    @property
+    def identity(self) -> str:
+        """Stands for every token that may be read."""
+        files = [
+            [split, [file["sha256"] for file in facts["files"]]]
+            for manifest in self.manifests
+            for split, facts in sorted(manifest["splits"].items())
+        ]
+        return hashlib.sha256(json.dumps(files).encode()).hexdigest()
+
 
 def prepare_text(
     options: DataOptions, tokenizer_source: str | Path, track: Track = no_bar

@@ -180,6 +180,8 @@ def _upload(
 
     api = HfApi(token=token)
     repo = api.create_repo(repo_id or folder.name, private=private, exist_ok=True).repo_id
+    if revision := kwargs.get("revision"):
+        api.create_branch(repo_id=repo, branch=revision, exist_ok=True)
     return api.upload_folder(
         repo_id=repo,
         folder_path=folder,

@@ -15,6 +15,7 @@ from midus.training.options import TrainOptions
 from midus.training.reading import default_option
 
 OPTIONS_NAME = "options.json"
+DATA_NAME = "data.json"
 MODEL_NAME = "model"
 # What may change between a run and its continuation without changing its weights.
 _FREE = (
@@ -72,6 +73,26 @@ def locked(run: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def check_data(run: Path, identity: str, is_resumed: bool, is_main: bool) -> None:
+    """Refuses to go on with other data than the run was begun with, and notes what that was.
+
+    Args:
+        run: Its folder.
+        identity: Stands for all that the run reads.
+        is_resumed: Whether it goes on from a checkpoint.
+        is_main: Whether this process writes.
+    """
+    path = run / DATA_NAME
+    if is_resumed and path.is_file():
+        if _read_json(path).get("sha256") != identity:
+            raise MidusError(
+                f"{run} was begun with other data: a source has changed since; bring it back, or "
+                "choose another output"
+            )
+    elif is_main:
+        replace_text(path, json.dumps({"sha256": identity}) + "\n")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from midus.data import DataOptions, prepare_text, read_instructions
+from midus.data import (
+    DataOptions,
+    PreparedRows,
+    PreparedText,
+    prepare_text,
+    read_instructions,
+)
 from midus.errors import MidusError
 from midus.models.atomic import atomic_folder
 from midus.models.fused_base import fuse_blocks
@@ -24,7 +30,7 @@ from midus.models.record import inserted_positions
 from midus.reports import conditions, machine_name
 from midus.training.arguments import count_steps, make_arguments
 from midus.training.checkpoint import last_checkpoint, replace_text, write_weights
-from midus.training.continuing import MODEL_NAME, locked, open_run
+from midus.training.continuing import MODEL_NAME, check_data, locked, open_run
 from midus.training.controls import causal_lm
 from midus.training.distributed import first_rank_first, from_first_rank, is_first_rank
 from midus.training.feasible import refuse_impossible
@@ -108,6 +114,7 @@ def _train_in(
     world.wait_for_everyone()
     checkpoint = last_checkpoint(run) if resume else None
     trainer, start = make_trainer(options, world.num_processes, track, say)
+    check_data(run, trainer.data_identity, bool(checkpoint), world.is_main_process)
     for callback in callbacks:
         trainer.add_callback(callback)
     started = time.perf_counter()
@@ -143,7 +150,7 @@ def make_trainer(
     refuse_impossible(options, sharded)
     tokenizer = load_tokenizer(options.model)
     with first_rank_first():
-        train_data, held_out = _data(options, tokenizer, track, say)
+        train_data, held_out, identity = _data(options, tokenizer, track, say)
     arguments = make_arguments(options, held_out is not None, world_size)
     start = start_model(options, is_empty=sharded and not is_first_rank(), track=track)
     start = replace(start, saves_delta=from_first_rank(start.saves_delta))
@@ -155,7 +162,7 @@ def make_trainer(
     num_steps = count_steps(arguments, len(train_data), options.batch_size)
     options = replace(options, optimizer=_rates(options.optimizer, start, num_steps, say))
     trainer = _make_trainer(options, arguments, start, train_data, held_out, tokenizer)
-    trainer.cuda_graphs = options.cuda_graphs
+    trainer.cuda_graphs, trainer.data_identity = options.cuda_graphs, identity
     _refuse_too_few(len(trainer.train_dataset), options.batch_size)
     if options.key_start == "queries":
         _start_keys(trainer, options)
@@ -270,20 +277,23 @@ def _refuse_too_few(found: int, batch_size: int) -> None:
 
 def _data(
     options: TrainOptions, tokenizer: Any, track: Track, say: Callable[[str], None]
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, str]:
+    """What is trained on, what is held out if anything is, and what stands for both."""
+    read: PreparedText | PreparedRows
+    first = ""
     if options.stage == "cpt":
-        text = prepare_text(_enough(options), options.model, track)
-        train_data, held_out, bad = text.train, text.held_out, text.bad_rows
-        for note in text.notes:
+        read = prepare_text(_enough(options), options.model, track)
+        for note in read.notes:
             say(note)
     else:
         _quieten_datasets()
-        rows = read_instructions(options.data, tokenizer)
-        train_data, held_out, bad = rows.train, rows.held_out, rows.bad_rows
-    if bad:
-        say(f"{bad:,} bad rows were left out of the data")
-    _refuse_too_few(len(train_data), options.batch_size)
-    return train_data, held_out if held_out is not None and len(held_out) else None
+        read = read_instructions(options.data, tokenizer)
+        first = f"; the first is {read.bad_row_names[0]}" if read.bad_rows else ""
+    if read.bad_rows:
+        say(f"{read.bad_rows:,} bad rows were left out of the data{first}")
+    _refuse_too_few(len(read.train), options.batch_size)
+    has_held_out = read.held_out is not None and len(read.held_out)
+    return read.train, read.held_out if has_held_out else None, read.identity
 
 
 def _enough(options: TrainOptions) -> DataOptions:

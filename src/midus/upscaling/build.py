@@ -96,6 +96,12 @@ def _refuse_unsuitable(model: Any) -> None:
             f"{type(model).__name__} is not a causal language model of transformers; "
             "load one with AutoModelForCausalLM"
         )
+    places = set(getattr(model, "hf_device_map", {}).values())
+    if len(places) > 1:
+        raise MidusError(
+            f"the base is spread over {len(places)} devices; load it on one, or grow its "
+            "checkpoint by midus.upscale_checkpoint and spread the grown model"
+        )
     if getattr(model, "hf_quantizer", None) is not None:
         raise MidusError(
             "the base is quantized, and up-scaling it in memory is not supported; "
