@@ -39,6 +39,16 @@ def test_text_is_tokenised_once(tmp_path, model, corpus, monkeypatch):
     assert ids(again.held_out) == ids(first.held_out)
 
 
+@pytest.mark.parametrize("lost", ["manifest.json", "train-00000.bin"])
+def test_a_cached_folder_that_lost_a_file_is_made_again(tmp_path, model, corpus, lost):
+    chosen = options(tmp_path, str(corpus))
+    first = ids(prepare_text(chosen, model).train)
+    (path,) = (tmp_path / "cache").rglob(lost)
+    path.unlink()
+    assert ids(prepare_text(chosen, model).train) == first
+    assert path.is_file()
+
+
 def test_a_changed_file_is_tokenised_again(tmp_path, model, corpus):
     chosen = options(tmp_path, str(corpus))
     first = prepare_text(chosen, model)

@@ -7,6 +7,7 @@ bytes; token folders are used as they are.
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -104,6 +105,14 @@ def prepare_text(
     )
 
 
+def _is_whole(folder: Path) -> bool:
+    try:
+        TokenFolder(folder)
+    except MidusError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class _Opener:
     """Opens the token folder of a source, made in the cache where there is none."""
@@ -140,7 +149,8 @@ class _Opener:
         target.parent.mkdir(parents=True, exist_ok=True)
         # The processes of one run ask at the same time: one builds, the others wait for it.
         with FileLock(f"{target}.lock"):
-            if not is_token_folder(target):
+            if not _is_whole(target):
+                shutil.rmtree(target, ignore_errors=True)  # in the cache, and of no use
                 build_tokens([source], self.tokenizer_source, target, track=self.track, **settings)
         return TokenFolder(target)
 
