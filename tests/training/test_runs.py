@@ -24,7 +24,7 @@ from midus.models.checkpoint import is_inserted
 from midus.training import run as runs_module
 from midus.training.continuing import changed_option
 from midus.training.options import TrainOptions
-from midus.training.run import train
+from midus.training.run import make_trainer, train
 from midus.training.watching import read_metrics
 
 
@@ -389,6 +389,19 @@ def test_a_run_begun_before_an_option_goes_on_with_its_default(tmp_path, name):
     place[last] = "another"
     if name != "cuda_graphs":  # how steps are launched is free to change
         assert changed_option(saved, options)[0] == name
+
+
+@pytest.mark.parametrize("matrices", ["adamw", "muon"])
+def test_a_part_that_nothing_is_of_is_said(tmp_path, matrices):
+    parts = {"bypass": {"lr": 0.3}, "keys": {"lr": 1e-3}, "attention": {"lr": 1e-3}}
+    said = []
+    make_trainer(
+        make_options(tmp_path, optimizer={"parts": parts, "matrices": matrices}), say=said.append
+    )
+    notes = [line for line in said if "has no effect" in line]
+    assert notes == [
+        "note: optimizer.parts.bypass has no effect, since nothing of that name trains"
+    ]
 
 
 def test_a_home_folder_is_one_folder_for_all(tmp_path, monkeypatch):

@@ -37,6 +37,7 @@ from midus.training.feasible import refuse_impossible
 from midus.training.freezing import count_trainable
 from midus.training.key_start import first_batches, start_keys_from_queries
 from midus.training.loss import use_chunked_loss
+from midus.training.optim import groups_of
 from midus.training.optimizer_options import OptimizerOptions
 from midus.training.options import TrainOptions
 from midus.training.plots import plot_losses
@@ -161,6 +162,7 @@ def make_trainer(
     _warn_of_first_block(options, start, say)
     num_steps = count_steps(arguments, len(train_data), options.batch_size)
     options = replace(options, optimizer=_rates(options.optimizer, start, num_steps, say))
+    _say_idle_parts(options.optimizer, start.model, say)
     trainer = _make_trainer(options, arguments, start, train_data, held_out, tokenizer)
     trainer.cuda_graphs, trainer.data_identity = options.cuda_graphs, identity
     _refuse_too_few(len(trainer.train_dataset), options.batch_size)
@@ -179,6 +181,12 @@ def make_trainer(
         f"{'sequences' if options.stage == 'cpt' else 'examples'}"
     )
     return trainer, start
+
+
+def _say_idle_parts(optimizer: OptimizerOptions, model: Any, say: Callable[[str], None]) -> None:
+    busy = {group["name"] for group in groups_of(model, optimizer)}
+    for name in sorted(optimizer.parts.keys() - busy):
+        say(f"note: optimizer.parts.{name} has no effect, since nothing of that name trains")
 
 
 def _warn_of_first_block(options: TrainOptions, start: Start, say: Callable[[str], None]) -> None:
