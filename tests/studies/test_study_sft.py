@@ -190,7 +190,7 @@ def test_weights_are_removed_and_figures_stay(tuned):
     assert len(runs) == 3
     for run in runs:
         assert {path.name for path in run.iterdir()} == {
-            "options.json", "metrics.jsonl", "result.json", "loss.png",
+            "options.json", "data.json", "metrics.jsonl", "result.json", "loss.png", ".lock",
         }  # fmt: skip
     assert list((folder / "models").rglob("*.safetensors"))  # the study's own stay
 
