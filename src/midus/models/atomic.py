@@ -39,8 +39,8 @@ _OWNED = re.compile(
 
 # What else a model's folder holds; with another file in it, it is somebody's own.
 _OF_A_MODEL = re.compile(
-    r"[^.].*\.(json|safetensors|jinja|model)|(README|LICENSE|USE_POLICY|NOTICE)[^/]*|(merges|vocab)\.txt"
-    r"|tokenizer[^/]*|chat_template[^/]*|modeling_midus\.py|\.gitattributes"
+    r"[^.].*\.(json|safetensors|jinja|model)|(README|LICENSE|USE_POLICY|NOTICE)[^/]*"
+    r"|merges\.txt|vocab\.[^/]*|tokenizer[^/]*|chat_template[^/]*|modeling_midus\.py|\.gitattributes"
 )
 
 
