@@ -163,7 +163,14 @@ def test_placements_have_the_methods_own_names():
     assert [p.subject.placement for p in memory] == names.split(",")
 
 
-@pytest.mark.parametrize("function", [default_methods, lambda over: default_values(over, CPU, HML)])
+@pytest.mark.parametrize(
+    "function",
+    [
+        default_methods,
+        lambda over: default_values(over, CPU, HML),
+        lambda over: sweep_points(HML, over, "1", CPU),
+    ],
+)
 def test_an_unknown_sweep_is_refused(function):
     with pytest.raises(MidusError, match="over='depth'"):
         function("depth")

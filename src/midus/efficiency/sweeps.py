@@ -51,6 +51,7 @@ def sweep_points(subject: Subject, over: str, values: str, protocol: Protocol) -
         values: Its values, with commas; empty: `default_values`.
         protocol: Everything else.
     """
+    _check(over)
     values = values or default_values(over, protocol, subject)
     training = protocol.with_phases("train")
     if over == "placement":
