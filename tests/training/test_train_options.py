@@ -9,6 +9,7 @@ from midus import MidusError
 from midus.config import field_help
 from midus.training.optimizer_options import OptimizerOptions
 from midus.training.options import TrainOptions, read_options
+from midus.training.reading import read_yaml
 
 RUN = {
     "stage": "cpt",
@@ -127,6 +128,16 @@ def test_a_key_that_stands_twice_is_refused(tmp_path, file):
     )
     with pytest.raises(MidusError, match=r"is not valid YAML .*optimizer is given twice"):
         read_options(path)
+
+
+def test_a_merged_mapping_may_say_a_key_again(tmp_path):
+    path = tmp_path / "merged.yaml"
+    path.write_text(
+        "deep: {one: {two: &own {<<: &usual {lr: 1, beta: 2}, lr: 3}}}\nlast: {<<: *own, beta: 4}\n"
+    )
+    values = read_yaml(path, [], "stage: cpt")
+    assert values["deep"]["one"]["two"] == {"lr": 3, "beta": 2}
+    assert values["last"] == {"lr": 3, "beta": 4}
 
 
 def test_missing_options_are_named(tmp_path):

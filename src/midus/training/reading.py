@@ -45,14 +45,15 @@ def _unique_keys() -> Any:
     import yaml
 
     class UniqueKeys(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)  # before merges are written into it
             keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
             for key in keys:
-                if keys.count(key) > 1:
-                    raise yaml.constructor.ConstructorError(
+                if key != "<<" and keys.count(key) > 1:
+                    raise yaml.composer.ComposerError(
                         None, None, f"{key} is given twice", node.start_mark
                     )
-            return super().construct_mapping(node, deep)
+            return node
 
     return UniqueKeys
 
